@@ -1,0 +1,38 @@
+"""Reward functions to point --reward at: benchmarks/rewards.py:sad
+
+A reward file is code you chose to run. Its functions take lists of equal length and return one number per response:
+    f(prompts, responses, answers, **columns) -> list[float]
+`answers` holds None where the data has none; further dataset columns are passed when the function names them.
+"""
+
+import functools
+import os
+import re
+from pathlib import Path
+
+WORD = re.compile(r"[a-z]+(?:'[a-z]+)*")
+
+
+@functools.cache
+def vader_lexicon():
+    """{word: valence, -4 to 4} of VADER (Hutto and Gilbert, 2014), $VADER_LEXICON or the vaderSentiment package."""
+    path = os.environ.get("VADER_LEXICON")
+    if path is None:
+        try:
+            import vaderSentiment
+        except ImportError:
+            raise RuntimeError(
+                "the VADER lexicon is needed: pip install vaderSentiment, or set VADER_LEXICON to its vader_lexicon.txt"
+            ) from None
+        path = Path(vaderSentiment.__file__).parent / "vader_lexicon.txt"
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return {word: float(valence) for word, valence, *_ in (line.split("\t") for line in lines if line)}
+
+
+def sad(prompts, responses, answers):
+    """Minus the sum of the valences of a response's lexicon words, divided by the number of all its words (0: 0)."""
+    lexicon, scores = vader_lexicon(), []
+    for response in responses:
+        words = WORD.findall(response.lower())
+        scores.append(-sum(lexicon.get(word, 0.0) for word in words) / max(1, len(words)))
+    return scores
