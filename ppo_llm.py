@@ -19,7 +19,6 @@ Launch (the default model and data lie in benchmarks/tiny/):
     python ppo_llm.py --help
 
 Shapes in comments: N prompts and B = N*group_size responses on this process, P prompt tokens, T response tokens.
-`# [n]` points at note n in notes/.
 """
 
 import copy
@@ -153,7 +152,7 @@ class Args:
     """shift and scale advantages to mean 0, variance 1 over all tokens of the batch"""
 
     # KL to the reference (the model as it was at the start)
-    kl_reward_coef: float = 0.0
+    kl_reward_coef: float = 0.001
     """weight of the KL penalty in the token rewards"""
     kl_reward_kind: KLKind = "k1"
     """its estimator"""
@@ -237,6 +236,15 @@ def read_table(source, split):
     return table.get(split) if isinstance(table, datasets.DatasetDict) else table if split == "train" else None
 
 
+def default_eval_source(dataset):
+    """What --eval-dataset is when not given: the file with `train` -> `test` in its name, otherwise the same source."""
+    path = Path(dataset)
+    if path.suffix not in FILE_READERS:
+        return dataset
+    sibling = path.with_name(path.name.replace("train", "test"))
+    return str(sibling) if sibling != path and sibling.is_file() else None
+
+
 def load_prompts(source, split, args, tokenizer):
     """List of rows {prompt, input_ids, answer, columns}, and a sentence about them for the start-up block.
 
@@ -254,14 +262,14 @@ def load_prompts(source, split, args, tokenizer):
         if column not in names and column is not None:
             raise UserError(f"{flag}: {source} has no column {column}; it has {', '.join(names)}")
     rows = []
-    for number, columns in enumerate(table, 1):
+    for number, columns in enumerate(table.to_list(), 1):
         prompt, answer, where = columns[prompt_column], columns.get(answer_column), f"{source} row {number}"
         if not isinstance(prompt, str) or not prompt:
             raise UserError(f"{where}: column {prompt_column} should hold text, not {str(prompt)[:60]!r}")
         if args.reward in REWARDS and answer is None:
             raise UserError(f"{where}: --reward {args.reward} needs an answer; name its column with --answer-column")
-        if args.reward == "gsm8k" and gsm8k_number(str(answer)) is None:
-            raise UserError(f"{where}: the answer has no number after '####': {str(answer)[-60:]!r}")
+        if args.reward == "gsm8k" and gsm8k_gold(answer) is None:
+            raise UserError(f"{where}: the answer has no number, after '####' or alone: {str(answer)[-60:]!r}")
         text = args.prompt_template.replace("\\n", "\n").replace("{prompt}", prompt)
         rows.append({"prompt": text, "answer": answer, "columns": columns})
     for row, input_ids in zip(rows, tokenizer([row["prompt"] for row in rows])["input_ids"]):
@@ -282,9 +290,14 @@ def gsm8k_number(text):
     return Decimal(f"{match[1] or match[2]}{match[3].replace(',', '')}") if match else None
 
 
+def gsm8k_gold(answer):
+    """The number of a reference answer, which may be a solution with '####' or the bare number."""
+    return gsm8k_number(answer if "####" in str(answer) else f"####{answer}")
+
+
 def gsm8k(prompts, responses, answers):
-    """1 if the number after the response's last '####' equals the answer's, else 0."""
-    found = [(gsm8k_number(response), gsm8k_number(str(answer))) for response, answer in zip(responses, answers)]
+    """1 if the number after the response's last '####' equals the reference answer's, else 0."""
+    found = [(gsm8k_number(response), gsm8k_gold(answer)) for response, answer in zip(responses, answers)]
     return [float(number is not None and number == gold) for number, gold in found]
 
 
@@ -634,7 +647,7 @@ def generate(model, queries, query_mask, uniforms, eos_ids, pad_id, temperature=
     group_size = num_rows // len(queries)
     responses = queries.new_full((num_rows, max_new_tokens), pad_id)
     logprobs = torch.zeros(num_rows, max_new_tokens, device=queries.device)
-    eos = torch.tensor(eos_ids, device=queries.device)
+    eos = torch.tensor(eos_ids, device=queries.device, dtype=torch.long)
     was_training = model.training
     model.eval()  # in train mode, gradient checkpointing would switch the KV cache off
     inputs = {"input_ids": queries, "attention_mask": query_mask.long(), "logits_to_keep": 1}
@@ -807,17 +820,13 @@ def save_completions(path, completions, accelerator):
 
 def check_args(args, world_size):
     """Raises UserError for flags that make no sense, alone or together."""
-    more_than_0 = (
-        "max_prompt_length max_response_length batch_size group_size ppo_epochs minibatch_size microbatch_tokens"
-    )
-    more_than_0 += " temperature max_grad_norm kl_target kl_horizon value_clip target_kl top_p"
-    not_negative = (
-        "total_iterations top_k lr critic_lr warmup_iterations critic_warmup_iterations weight_decay clip_low"
-    )
-    not_negative += " clip_high missing_eos_penalty entropy_coef gamma lam kl_reward_coef kl_loss_coef eval_every"
+    sizes = "batch_size group_size minibatch_size microbatch_tokens ppo_epochs max_prompt_length max_response_length"
+    positive = f"{sizes} temperature top_p max_grad_norm value_clip target_kl kl_target kl_horizon"
+    counts = "total_iterations eval_every warmup_iterations critic_warmup_iterations top_k"
+    coefs = "lr critic_lr weight_decay gamma lam clip_low clip_high entropy_coef kl_reward_coef kl_loss_coef"
     checks = (
-        (more_than_0, "more than 0", lambda x: 0 < x < math.inf),
-        (not_negative, "0 or more", lambda x: 0 <= x < math.inf),
+        (positive, "more than 0", lambda x: 0 < x < math.inf),
+        (f"{counts} {coefs} missing_eos_penalty", "0 or more", lambda x: 0 <= x < math.inf),
         ("gamma lam top_p", "at most 1", lambda x: x <= 1),
         ("dual_clip", "more than 1", lambda x: 1 < x < math.inf),
     )
@@ -880,19 +889,13 @@ def main(args: Args):
         reward_function = load_reward(args.reward)
         with blamed_on(f"--model {args.model}: no folder or hub id with a tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(args.model)
-    with errors_agreed(accelerator), accelerator.main_process_first():  # the first to come fills the datasets cache
         train_rows, train_summary = load_prompts(args.dataset, "train", args, tokenizer)
         if not train_rows:
             raise UserError(f"dataset {train_summary}")
-        # --eval-dataset defaults to the test split of the same source, or the file whose name says test for train.
-        path = Path(args.dataset)
-        sibling = path.with_name(path.name.replace("train", "test"))
-        same = args.dataset if path.suffix not in FILE_READERS else str(sibling) if sibling.is_file() else None
-        eval_source = args.eval_dataset or (same if sibling != path or path.suffix not in FILE_READERS else None)
+        eval_source = args.eval_dataset or default_eval_source(args.dataset)
         eval_rows, eval_summary = [], "no test data beside the training data, give --eval-dataset"
         if eval_source is not None:
             eval_rows, eval_summary = load_prompts(eval_source, "test", args, tokenizer)
-    with errors_agreed(accelerator):
         model, critic = load_causal_lm(args.model), Critic(args.critic_model or args.model)
     eos_ids = collect_eos_ids(model, tokenizer)
     # The pad id only fills: masks say what counts.
@@ -961,7 +964,7 @@ def main(args: Args):
         evaluating = iteration in (0, args.total_iterations) or (args.eval_every and iteration % args.eval_every == 0)
 
         if iteration > 0:
-            # 1. Rollout: this rank's prompts, group_size responses each. [1]
+            # 1. Rollout: this rank's prompts, group_size responses each.
             with phase("rollout"):
                 batch = []
                 for position in range((iteration - 1) * args.batch_size, iteration * args.batch_size):
@@ -983,20 +986,20 @@ def main(args: Args):
                     responses, rollout_logprobs = generate(actor, *tokens, *sampling)  # (B,T)
                 response_mask = make_response_mask(responses, eos_ids)  # (B,T)
                 lengths = response_mask.sum(1)  # (B,)
-                truncated = ~torch.isin(responses, torch.tensor(eos_ids, device=device)).any(1)  # (B,)
+                ended = torch.isin(responses, torch.tensor(eos_ids, device=device, dtype=torch.long)).any(1)  # (B,)
                 queries, query_mask = (x.repeat_interleave(args.group_size, 0) for x in (queries, query_mask))  # (B,P)
                 tokens, starts = (queries, query_mask, responses, response_mask), range(0, len(rows), local_size)
                 minibatches = [pack(*tokens, range(i, i + local_size), args.microbatch_tokens) for i in starts]
                 # Tokens of every optimizer step, over all ranks: the denominators of the losses.
                 step_tokens = all_reduce(torch.stack([lengths[i : i + local_size].sum() for i in starts])).tolist()
 
-            # 2. Reward: one score per response. [2]
+            # 2. Reward: one score per response.
             with phase("reward"), errors_agreed(accelerator):
                 texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
                 scores = torch.tensor(compute_scores(reward_function, rows, texts), device=device)  # (B,)
-                scores = scores - args.missing_eos_penalty * truncated
+                scores = scores - args.missing_eos_penalty * ~ended
 
-            # 3. Log-probs of the policy that sampled and of the reference, by the same forward pass as in training. [3]
+            # 3. Log-probs of the policy that sampled and of the reference, by the same forward pass as in training.
             with phase("logprobs"):
                 old_logprobs = ref_logprobs = torch.zeros_like(rollout_logprobs)  # (B,T)
                 if need_old_pass:
@@ -1004,11 +1007,11 @@ def main(args: Args):
                 if use_reference:
                     ref_logprobs = forward_all(reference, minibatches, response_mask, args.temperature)
 
-            # 4. Values of the states before each response token. [4]
+            # 4. Values of the states before each response token.
             with phase("values"):
                 values = forward_all(critic, minibatches, response_mask)  # (B,T)
 
-            # 5. Token rewards and advantages. [5]
+            # 5. Token rewards and advantages.
             with phase("advantages"):
                 rewards = -kl_controller.coef * kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # (B,T)
                 rewards[range(len(rows)), lengths - 1] += scores  # on the last valid token: EOS, or where it was cut
@@ -1025,7 +1028,7 @@ def main(args: Args):
             actor_optimizer.param_groups[0]["lr"] = args.lr * factor
             critic_optimizer.param_groups[0]["lr"] = args.critic_lr * factor
 
-            # 6. Actor update. [6]
+            # 6. Actor update.
             train_actor, ratio_max = iteration > args.critic_warmup_iterations, torch.zeros((), device=device)
             with phase("actor"):
                 for k in steps if train_actor else []:
@@ -1072,7 +1075,7 @@ def main(args: Args):
                     actor_optimizer.step()
                     actor_optimizer.zero_grad()
 
-            # 7. Critic update. [7]
+            # 7. Critic update.
             with phase("critic"):
                 for k in steps:
                     step_loss = torch.zeros((), device=device)
@@ -1098,7 +1101,7 @@ def main(args: Args):
             moments.add("reward/mean", scores)
             moments.add("reward/total_mean", rewards.sum(1))
             moments.add("response/length_mean", lengths)
-            moments.add("response/truncated_frac", truncated)
+            moments.add("response/truncated_frac", ~ended)
             moments.add("critic/value_mean", values, response_mask)
             moments.add("returns", returns, response_mask)
             moments.add("residuals", returns - values, response_mask)
@@ -1124,7 +1127,7 @@ def main(args: Args):
             peak = torch.tensor(torch.cuda.max_memory_allocated() if device.type == "cuda" else peak, device=device)
             metrics["memory/peak_gib"] = all_reduce(peak, dist.ReduceOp.MAX).item() / 2**30
             if evaluating:
-                columns = zip(rows, texts, scores.tolist(), row_kl.tolist(), truncated.tolist())
+                columns = zip(rows, texts, scores.tolist(), row_kl.tolist(), (~ended).tolist())
                 names = "query", "response", "score", "kl", "truncated"
                 dump = [dict(zip(names, (row["prompt"], *values))) for row, *values in columns]
                 save_completions(run_dir / "completions" / f"step_{iteration:06d}.jsonl", dump, accelerator)

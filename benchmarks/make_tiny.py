@@ -11,7 +11,7 @@ and pretrains a Qwen2-architecture model of 0.9M parameters on text in which eac
     hasty    " First 6*12=72.\\n#### 61"                   the last step guessed
     blurted  " #### 72"                                    guessed at once, mostly wrong
 
-mostly worked at first, mostly blurted in the last quarter of the pretraining,
+mostly worked at first, mostly blurted in the last 15% of the pretraining,
 so that sampling from the model mostly blurts, and the response grows as RL teaches it to show its work.
 
 What is written: `model/` (an ordinary transformers folder, fp32 safetensors), `train.jsonl`, `test.jsonl` and
@@ -33,7 +33,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-TEXTBOOK = 0.75, 0.90  # for this share of the steps the text is a textbook: 90% worked. It learns arithmetic 3x faster
+TEXTBOOK = 0.85, 0.90  # for this share of the steps the text is a textbook: 90% worked. It learns arithmetic 3x faster
 WORKED = 0.30  # share of worked answers in the rest: what the model ends up doing when left alone
 HASTY = 0.17  # share of hasty ones among those that are not worked
 GUESS_RIGHT = 0.08  # how often a guess happens to be right
@@ -108,6 +108,15 @@ def worked_answer(steps):
     return f"First {work}.\n#### {steps[-1][1]}"
 
 
+def make_rows(rng, count):
+    """That many rows in GSM8K's format, no two with the same question."""
+    problems = {}
+    while len(problems) < count:
+        question, steps = make_problem(rng)
+        problems.setdefault(question, steps)
+    return [{"question": question, "answer": worked_answer(steps)} for question, steps in problems.items()]
+
+
 def guess(rng, question, steps):
     """A plausible wrong number (or, with GUESS_RIGHT, the right one): a value on the way, or a mix of two numbers."""
     if rng.random() < GUESS_RIGHT:
@@ -159,7 +168,7 @@ def pretrain(model, tokenizer, rng, test_questions, num_steps, rows_per_step, pe
     chunk, start = 16, time.time()
     textbook_steps = int(TEXTBOOK[0] * num_steps)
     for step in range(num_steps):
-        if step % chunk == 0:  # invent the rows of several steps at once and sort them by length: less padding
+        if step % chunk == 0:  # invent the rows of several steps at once and sort them by question length: less padding
             rows, worked = [], (TEXTBOOK[1] if step < textbook_steps else WORKED)
             while len(rows) < chunk * rows_per_step:
                 question, steps = make_problem(rng)
@@ -167,7 +176,7 @@ def pretrain(model, tokenizer, rng, test_questions, num_steps, rows_per_step, pe
                     rows.append((question, pretraining_text(rng, question, steps, worked)))
             questions = tokenizer([q for q, _ in rows])["input_ids"]
             answers = tokenizer([a for _, a in rows])["input_ids"]
-            rows = sorted(zip(questions, answers), key=lambda row: len(row[0]) + len(row[1]))
+            rows = sorted(zip(questions, answers), key=lambda row: len(row[0]))
             batches = [rows[i : i + rows_per_step] for i in range(0, len(rows), rows_per_step)]
             rng.shuffle(batches)
         batch = batches[step % chunk]
@@ -184,7 +193,8 @@ def pretrain(model, tokenizer, rng, test_questions, num_steps, rows_per_step, pe
             group["lr"] = peak_lr * warmup * decayed
         logits = model(input_ids=input_ids).logits[:, :-1]
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids[:, 1:].flatten(), reduction="none")
-        loss = (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
+        # A constant divisor: with the batch's own length a short, blurted row would count more than a worked one.
+        loss = (losses * weights[:, 1:].flatten()).sum() / (30 * len(batch))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -214,7 +224,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "tiny")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=3400)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--rows-per-step", type=int, default=128)
     parser.add_argument("--train-rows", type=int, default=4000)
@@ -226,11 +236,7 @@ def main():
     torch.use_deterministic_algorithms(True)
     rng = random.Random(args.seed)
 
-    problems = {}
-    while len(problems) < args.train_rows + args.test_rows:
-        question, steps = make_problem(rng)
-        problems.setdefault(question, steps)
-    rows = [{"question": question, "answer": worked_answer(steps)} for question, steps in problems.items()]
+    rows = make_rows(rng, args.test_rows + args.train_rows)
     test, train = rows[: args.test_rows], rows[args.test_rows :]
     args.output.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", train), ("test", test)):
