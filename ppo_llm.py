@@ -224,7 +224,7 @@ FILE_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv"
 
 
 def read_table(source, split):
-    """Rows of a file (its own split), a folder saved by `datasets` or a hub id; None if there is no such split."""
+    """Rows of a file, a folder saved by `datasets` or a hub id; None if it has splits and not this one."""
     path = Path(source)
     with blamed_on(f"dataset {source}: cannot be read as a file, a saved folder or a hub id"):
         if path.suffix in FILE_READERS:
@@ -233,12 +233,14 @@ def read_table(source, split):
             return datasets.load_dataset(FILE_READERS[path.suffix], data_files=str(path), split="train")
         name, _, config = source.partition(":")
         table = datasets.load_from_disk(source) if path.is_dir() else datasets.load_dataset(name, config or None)
-    return table.get(split) if isinstance(table, datasets.DatasetDict) else table if split == "train" else None
+    return table.get(split) if isinstance(table, datasets.DatasetDict) else table
 
 
 def default_eval_source(dataset):
-    """What --eval-dataset is when not given: the file with `train` -> `test` in its name, otherwise the same source."""
+    """Where test data are when not given: the file with `train` -> `test` in its name, or a source that has splits."""
     path = Path(dataset)
+    if path.is_dir():
+        return dataset if (path / "dataset_dict.json").is_file() else None
     if path.suffix not in FILE_READERS:
         return dataset
     sibling = path.with_name(path.name.replace("train", "test"))
@@ -286,7 +288,7 @@ def gsm8k_number(text):
     """The number after the last '####' as a Decimal; None if there is none. '#### $-1,234.' is -1234."""
     if "####" not in text:
         return None
-    match = re.match(r"\s*([-+]?)\s*[$€£]?\s*([-+]?)((?:\d[\d,]*)?\.?\d+)", text.rsplit("####", 1)[1])
+    match = re.match(r"([-+]?) ?[$€£]? ?([-+]?)((?:\d[\d,]*)?\.?\d+)", text.rsplit("####", 1)[1].lstrip())
     return Decimal(f"{match[1] or match[2]}{match[3].replace(',', '')}") if match else None
 
 
@@ -352,7 +354,7 @@ def compute_scores(reward_function, rows, responses):
 
 
 def load_model(flag, name, auto_class, **kwargs):
-    """(model in fp32 without dropout, names of the weights its checkpoint lacks). safetensors only, no remote code."""
+    """(model in fp32 without dropout, transformers' loading info). Only safetensors, no remote code."""
     with blamed_on(f"{flag} {name}: no folder or hub id that {auto_class.__name__} can load"):
         config = AutoConfig.from_pretrained(name, **kwargs)
         # Dropout would make two forward passes of the same weights differ, and the ratio with them.
@@ -361,14 +363,17 @@ def load_model(flag, name, auto_class, **kwargs):
                 setattr(config, key, 0.0)
         options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
         model, info = auto_class.from_pretrained(name, config=config, **options)
-        return model, info["missing_keys"]
+        return model, info
 
 
 def load_causal_lm(name):
     """A causal language model whose logits are lm_head(hidden states), which `Policy` relies on."""
-    model, missing = load_model("--model", name, AutoModelForCausalLM)
-    if missing:
-        raise UserError(f"--model {name}: not a causal language model, its weights lack {sorted(missing)[0]}")
+    model, info = load_model("--model", name, AutoModelForCausalLM)
+    # A classifier lacks the language model's head, unless that is tied to the embeddings, and has its own.
+    wrong = [f"lack {key}" for key in info["missing_keys"]]
+    wrong += [f"hold {key}" for key in info["unexpected_keys"] if key.startswith(("score.", "classifier."))]
+    if wrong:
+        raise UserError(f"--model {name}: not a causal language model, its weights {sorted(wrong)[0]}")
     with torch.no_grad():
         probe = torch.tensor([[0, 1, 2]])
         logits = model.get_output_embeddings()(model.base_model(probe).last_hidden_state)
@@ -430,11 +435,11 @@ class Critic(nn.Module):
 
     def __init__(self, name):
         super().__init__()
-        self.model, missing = load_model("--critic-model", name, AutoModelForTokenClassification, num_labels=1)
+        self.model, info = load_model("--critic-model", name, AutoModelForTokenClassification, num_labels=1)
         self.head_name = "score" if hasattr(self.model, "score") else "classifier"
         head = getattr(self.model, self.head_name)
         for key, parameter in head.named_parameters():  # kept when the checkpoint brings it
-            if f"{self.head_name}.{key}" in missing:
+            if f"{self.head_name}.{key}" in info["missing_keys"]:
                 nn.init.zeros_(parameter)
 
     def forward(self, input_ids, attention_mask, num_response_tokens):
@@ -523,7 +528,7 @@ def kl_penalty(logprobs, ref_logprobs, kind):
     d = logprobs - ref_logprobs
     if kind in ("k1+", "k3+"):
         k2 = d.square() / 2
-        return kl_penalty(logprobs, ref_logprobs, kind[:2]).detach() + k2 - k2.detach()
+        return kl_penalty(logprobs, ref_logprobs, kind[:2]).detach() + (k2 - k2.detach())
     if kind == "k1":
         return d
     if kind == "abs":
@@ -613,10 +618,16 @@ def left_pad(sequences, pad_id, device):
     return queries, query_mask
 
 
+def decode(tokenizer, responses, response_mask):
+    """Texts of responses (B,T) without special tokens; what follows the EOS is no text, whatever fills it."""
+    rows = [row[:n] for row, n in zip(responses.tolist(), response_mask.sum(1).tolist())]
+    return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
 def sample_tokens(logits, uniforms, temperature, top_p, top_k):
     """logits (B,V), uniforms (B,) in [0,1) -> tokens (B,), logprobs (B,): the inverse of the cumulative distribution.
 
-    temperature 0 takes the likeliest token. logprobs are of the distribution sampled from, top-p and top-k included.
+    logprobs are of the distribution sampled from, top-p and top-k included; temperature 0 takes the likeliest token.
     """
     logits = logits.float()
     if temperature == 0:
@@ -770,12 +781,13 @@ def evaluate(model, tokenizer, rows, reward_function, args, accelerator, eos_ids
                 uniforms = noise[index].to(device)
                 with accelerator.autocast():
                     responses, _ = generate(model, queries, query_mask, uniforms, eos_ids, pad_id, temperature)
-                texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+                response_mask = make_response_mask(responses, eos_ids)
+                texts = decode(tokenizer, responses, response_mask)
                 scores = compute_scores(reward_function, chunk, texts)
                 moments.add(f"eval/{name}", torch.tensor(scores, device=device))
                 for entry, text, score in zip(result, texts, scores):
                     entry.update({name.replace("score", "response"): text, name: score})
-            moments.add("eval/length_mean", make_response_mask(responses, eos_ids).sum(1))
+            moments.add("eval/length_mean", response_mask.sum(1))
             completions += result
     return moments.reduce()[0], completions
 
@@ -822,7 +834,7 @@ def check_args(args, world_size):
     """Raises UserError for flags that make no sense, alone or together."""
     sizes = "batch_size group_size minibatch_size microbatch_tokens ppo_epochs max_prompt_length max_response_length"
     positive = f"{sizes} temperature top_p max_grad_norm value_clip target_kl kl_target kl_horizon"
-    counts = "total_iterations eval_every warmup_iterations critic_warmup_iterations top_k"
+    counts = "seed total_iterations eval_every warmup_iterations critic_warmup_iterations top_k"
     coefs = "lr critic_lr weight_decay gamma lam clip_low clip_high entropy_coef kl_reward_coef kl_loss_coef"
     checks = (
         (positive, "more than 0", lambda x: 0 < x < math.inf),
@@ -839,15 +851,16 @@ def check_args(args, world_size):
     if args.run_name is not None and (Path(args.run_name).name != args.run_name or args.run_name in ("", "..")):
         raise UserError(f"--run-name {args.run_name!r} must be a plain folder name; set the place with --output-dir")
     unit, total = args.group_size * world_size, args.batch_size * args.group_size
-    if args.minibatch_size % unit:
-        legal = max(unit, args.minibatch_size // unit * unit)
-        what = f"--minibatch-size {args.minibatch_size} is not divisible by group size {args.group_size} x"
-        raise UserError(f"{what} {world_size} processes = {unit}; the nearest that are: {legal}, {legal + unit}")
-    if total % args.minibatch_size:
-        step = args.minibatch_size // args.group_size
-        legal = max(step, args.batch_size // step * step)
-        what = f"--batch-size {args.batch_size} x group size {args.group_size} = {total} responses are not divisible by"
-        raise UserError(f"{what} --minibatch-size {args.minibatch_size}; batch sizes that are: {legal}, {legal + step}")
+    if args.minibatch_size % unit or total % args.minibatch_size:
+        batch_size = max(1, round(args.batch_size / world_size)) * world_size
+        num_responses = batch_size * args.group_size
+        legal = [size for size in range(unit, num_responses + 1, unit) if num_responses % size == 0]
+        nearest = min(legal, key=lambda size: abs(size - args.minibatch_size))
+        what = f"--batch-size {args.batch_size} x --group-size {args.group_size} = {total} responses are not divisible"
+        what += (
+            f" into minibatches of --minibatch-size {args.minibatch_size} that {world_size} processes share by groups"
+        )
+        raise UserError(f"{what}; the nearest sizes that are: --batch-size {batch_size} --minibatch-size {nearest}")
     if args.kl_controller == "adaptive" and (args.kl_reward_coef == 0 or args.kl_horizon <= 0.2 * total):
         needs = f"a --kl-reward-coef above 0 and a --kl-horizon above 0.2 x {total} responses"
         raise UserError(f"--kl-controller adaptive needs {needs}, not {args.kl_reward_coef} and {args.kl_horizon}")
@@ -876,7 +889,6 @@ def main(args: Args):
     )
     rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     say = accelerator.print
-    set_seed(args.seed)
     script = Path(__file__)
     run_name = args.run_name or f"{script.stem}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(args.output_dir) / broadcast_object_list([run_name])[0]
@@ -884,6 +896,7 @@ def main(args: Args):
     # Everything that can be wrong with the input is found here, the cheap checks first.
     with errors_agreed(accelerator):
         check_args(args, world_size)
+        set_seed(args.seed)  # our own draws have their own streams; this is for reward files
         if run_dir.exists():
             raise UserError(f"the run folder {run_dir} exists; choose another --run-name or delete it")
         reward_function = load_reward(args.reward)
@@ -896,7 +909,15 @@ def main(args: Args):
         eval_rows, eval_summary = [], "no test data beside the training data, give --eval-dataset"
         if eval_source is not None:
             eval_rows, eval_summary = load_prompts(eval_source, "test", args, tokenizer)
+        if args.eval_dataset and not eval_rows:
+            raise UserError(f"--eval-dataset {eval_summary}")
+        compute_scores(reward_function, train_rows[:2], ["", ""][: len(train_rows)])  # fails now rather than later
         model, critic = load_causal_lm(args.model), Critic(args.critic_model or args.model)
+        longest = max(len(row["input_ids"]) for row in train_rows + eval_rows) + args.max_response_length
+        limit = getattr(model.config, "max_position_embeddings", None) or longest
+        if longest > limit:
+            what = f"the longest prompt and --max-response-length {args.max_response_length} are {longest} tokens"
+            raise UserError(f"{what}, --model {args.model} has {limit} positions: lower it or --max-prompt-length")
     eos_ids = collect_eos_ids(model, tokenizer)
     # The pad id only fills: masks say what counts.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
@@ -921,12 +942,13 @@ def main(args: Args):
     num_steps = num_minibatches * args.ppo_epochs
     need_old_pass = num_steps > 1 or use_reference  # else the only forward pass of the update gives the old log-probs
 
-    if accelerator.is_main_process:
-        (run_dir / "completions").mkdir(parents=True)
-        shutil.copy(script, run_dir)
-        versions = {m.__name__: m.__version__ for m in (torch, transformers, accelerate, datasets)}
-        record = asdict(args) | {"num_processes": world_size, "versions": versions}
-        (run_dir / "args.json").write_text(json.dumps(record, indent=1) + "\n")
+    with errors_agreed(accelerator), blamed_on(f"the run folder {run_dir} cannot be written"):
+        if accelerator.is_main_process:
+            (run_dir / "completions").mkdir(parents=True)
+            shutil.copy(script, run_dir)
+            versions = {m.__name__: m.__version__ for m in (torch, transformers, accelerate, datasets)}
+            record = asdict(args) | {"num_processes": world_size, "versions": versions}
+            (run_dir / "args.json").write_text(json.dumps(record, indent=1) + "\n")
     accelerator.project_configuration.logging_dir = str(run_dir)
     accelerator.init_trackers("tensorboard")
 
@@ -995,15 +1017,16 @@ def main(args: Args):
 
             # 2. Reward: one score per response.
             with phase("reward"), errors_agreed(accelerator):
-                texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+                texts = decode(tokenizer, responses, response_mask)
                 scores = torch.tensor(compute_scores(reward_function, rows, texts), device=device)  # (B,)
                 scores = scores - args.missing_eos_penalty * ~ended
 
             # 3. Log-probs of the policy that sampled and of the reference, by the same forward pass as in training.
             with phase("logprobs"):
-                old_logprobs = ref_logprobs = torch.zeros_like(rollout_logprobs)  # (B,T)
+                old_logprobs = torch.zeros_like(rollout_logprobs)  # (B,T)
                 if need_old_pass:
                     old_logprobs = forward_all(policy, minibatches, response_mask, args.temperature)
+                ref_logprobs = old_logprobs  # without a reference every KL is 0
                 if use_reference:
                     ref_logprobs = forward_all(reference, minibatches, response_mask, args.temperature)
 
@@ -1165,7 +1188,7 @@ def main(args: Args):
     progress.close()
     if args.total_iterations > 0:
         save_models(run_dir / "final", policy, critic, tokenizer, accelerator)
-        say(f"saved {run_dir}/final and best: transformers folders, the critic in critic/")
+        say(f"saved {run_dir}/final{' and best' if eval_rows else ''}: transformers folders, the critic in critic/")
         say(f"  load  AutoModelForCausalLM.from_pretrained('{run_dir}/final')")
         say(f"  plot  python benchmarks/plot.py {run_dir}")
     accelerator.end_training()

@@ -1,0 +1,337 @@
+"""Bad input ends in one sentence that names the flag, file or row and how to mend it, and leaves no run folder."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_model, make_tokenizer, toy_rows, write_rows
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+)
+
+SIZES = "max_prompt_length max_response_length batch_size group_size ppo_epochs minibatch_size microbatch_tokens"
+POSITIVE = f"{SIZES} temperature max_grad_norm kl_target kl_horizon value_clip target_kl top_p".split()
+NOT_NEGATIVE = "total_iterations top_k lr critic_lr warmup_iterations critic_warmup_iterations weight_decay clip_low"
+NOT_NEGATIVE += " seed clip_high missing_eos_penalty entropy_coef gamma lam kl_reward_coef kl_loss_coef eval_every"
+
+
+@pytest.fixture
+def refusal(ppo, toy_args, tmp_path, monkeypatch):
+    """refusal(**changes) -> the error message of a run that must not get as far as a rollout."""
+    monkeypatch.setattr(ppo, "generate", lambda *args, **kwargs: pytest.fail("the run began"))
+
+    def run(**changes):
+        with pytest.raises(SystemExit) as error:
+            ppo.main(toy_args(**changes))
+        message = error.value.code  # a text: Python prints it and exits with 1
+        assert isinstance(message, str) and message.startswith("error: ") and "\n" not in message
+        assert "Traceback" not in message and len(message) < 500
+        assert not any((tmp_path / "runs").glob("*"))
+        return message
+
+    return run
+
+
+def says(message, *parts):
+    assert [part for part in parts if str(part) not in message] == [], message
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("value", [0, -2])
+def test_what_must_be_positive(refusal, name, value):
+    says(refusal(**{name: value}), f"--{name.replace('_', '-')} is {value}", "more than 0")
+
+
+@pytest.mark.parametrize("name", NOT_NEGATIVE.split())
+def test_what_must_not_be_negative(refusal, name):
+    says(refusal(**{name: -1}), f"--{name.replace('_', '-')} is -1", "0 or more")
+
+
+@pytest.mark.parametrize(
+    "name, value", [("gamma", 1.1), ("lam", 2), ("top_p", 1.5), ("dual_clip", 1.0), ("dual_clip", -3)]
+)
+def test_what_has_a_limit(refusal, name, value):
+    says(
+        refusal(**{name: value}),
+        f"--{name.replace('_', '-')} is {value}",
+        "more than 1" if name == "dual_clip" else "most 1",
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["lr", "temperature", "gamma", "max_grad_norm", "kl_reward_coef", "missing_eos_penalty"]
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_must_be_finite(refusal, name, value):
+    says(refusal(**{name: value}), f"--{name.replace('_', '-')} is {value}")
+
+
+SHAPES = [
+    (8, 1, 3),
+    (8, 1, 16),
+    (10, 1, 4),
+    (8, 3, 4),
+    (8, 4, 6),
+    (6, 2, 10),
+    (12, 2, 7),
+    (2, 1, 8),
+    (1, 1, 2),
+    (9, 4, 24),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_indivisible_batches_name_legal_sizes(ppo, toy_args, shape, world_size):
+    names = "batch_size", "group_size", "minibatch_size"
+    args = toy_args(**dict(zip(names, shape)))
+    try:
+        ppo.check_args(args, world_size)
+    except ppo.UserError as error:
+        message = str(error)
+    else:
+        batch, group, mini = shape
+        assert batch * group % mini == 0 and mini % (group * world_size) == 0
+        return
+    says(message, *(f"--{name.replace('_', '-')} {size}" for name, size in zip(names, shape)))
+    args.batch_size, args.minibatch_size = map(
+        int, re.search(r"are: --batch-size (\d+) --mini\S+ (\d+)$", message).groups()
+    )
+    ppo.check_args(args, world_size)  # what it proposes is accepted
+    assert abs(args.batch_size - shape[0]) < world_size
+
+
+@pytest.mark.parametrize(
+    "changes, flag", [({"batch_size": 10}, "--batch-size 10"), ({"group_size": 3}, "--group-size 3")]
+)
+def test_indivisible_batches_stop_the_run(refusal, changes, flag):
+    says(refusal(**changes), flag, "--minibatch-size 4", "not divisible", "the nearest sizes that are")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kl_reward_coef": 0.0}, {"kl_horizon": 1.6}, {"kl_horizon": 1.0}, {"kl_target": 0.0}]
+)
+def test_adaptive_kl_needs_a_coefficient_and_a_horizon(refusal, changes):
+    message = refusal(**{"kl_controller": "adaptive", "kl_reward_coef": 0.1, "kl_horizon": 100.0} | changes)
+    says(message, f"--{next(iter(changes)).replace('_', '-')}", next(iter(changes.values())))
+
+
+def test_prompt_template_without_prompt(refusal):
+    says(refusal(prompt_template="Question: {question}"), "--prompt-template", "{prompt}")
+
+
+@pytest.mark.parametrize("name", ["../out", "a/b", "..", ".", "", "/tmp/out"])
+def test_run_name_stays_in_the_output_folder(refusal, tmp_path, name):
+    says(refusal(run_name=name), "--run-name", "--output-dir")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_run_is_never_overwritten(ppo, toy_args, tmp_path):
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("precious")
+    with pytest.raises(SystemExit, match=r"error: .*mine exists; choose another --run-name"):
+        ppo.main(toy_args(run_name="mine"))
+    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+    assert (folder / "metrics.jsonl").read_text() == "precious"
+
+
+def test_more_processes_than_gpus(refusal, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    says(refusal(), "4 processes", "2 GPUs", "--num_processes 2")
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
+def test_missing_data(refusal, tmp_path, flag):
+    for name in ("nowhere.jsonl", "nowhere.parquet"):
+        says(refusal(**{flag: str(tmp_path / name)}), tmp_path / name, "missing")
+
+
+def test_unknown_dataset_name(ppo, refusal, monkeypatch):
+    def load_dataset(*args, **kwargs):
+        raise FileNotFoundError("Dataset 'nobody/nothing' doesn't exist on the Hub")
+
+    monkeypatch.setattr(ppo.datasets, "load_dataset", load_dataset)
+    says(refusal(dataset="nobody/nothing"), "dataset nobody/nothing", "hub id", "doesn't exist")
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [("a.jsonl", ""), ("a.jsonl", "\n"), ("a.csv", "question,answer\n"), ("a.json", "[]"), ("a.jsonl", "{broken\n")],
+)
+def test_data_without_rows(refusal, tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    says(refusal(dataset=str(tmp_path / name)), tmp_path / name)
+
+
+def test_folder_that_is_no_dataset(refusal, tmp_path):
+    (tmp_path / "folder").mkdir()
+    says(refusal(dataset=str(tmp_path / "folder")), tmp_path / "folder", "saved folder")
+
+
+@pytest.mark.parametrize("changes", [{"prompt_column": "text"}, {"answer_column": "gold"}])
+def test_missing_column(refusal, toy_data, changes):
+    (flag, column), *_ = changes.items()
+    says(refusal(**changes), f"--{flag.replace('_', '-')}", column, toy_data, "question, answer")
+
+
+def test_no_prompt_column(refusal, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "answer": "#### 1"}])
+    says(refusal(dataset=path), "--prompt-column", path, "text, answer")
+
+
+@pytest.mark.parametrize("value", [None, "", 7, ["a"]], ids=repr)
+def test_prompt_that_is_no_text(refusal, tmp_path, value):
+    rows = [{"prompt": value, "answer": "1"}] if value in (7, ["a"]) else [{"prompt": "a"}, {"prompt": value}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    says(refusal(dataset=path), f"{path} row {len(rows)}", "column prompt")
+
+
+def test_answer_without_a_number(refusal, tmp_path):
+    rows = toy_rows(5) + [{"question": "how many?", "answer": "so there are #### many"}] + toy_rows(3)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    says(refusal(dataset=path, reward="gsm8k"), f"{path} row 6", "####", "many")
+
+
+@pytest.mark.parametrize("reward", ["gsm8k", "exact"])
+def test_reward_that_needs_answers(refusal, tmp_path, reward):
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a"}])
+    says(refusal(dataset=path, reward=reward), f"{path} row 1", f"--reward {reward}", "--answer-column")
+
+
+def test_every_prompt_too_long(refusal, toy_data):
+    says(refusal(max_prompt_length=5), toy_data, "--max-prompt-length 5", "the shortest 13")
+
+
+# --- reward ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reward", ["gsm9k", "nowhere.py:f", "reward.py", "rewards:f"])
+def test_unknown_reward(refusal, reward):
+    says(refusal(reward=reward), f"--reward {reward}")
+
+
+def test_reward_name_lists_what_there_is(refusal):
+    says(refusal(reward="gsm9k"), "gsm8k", "exact", "file.py:function")
+
+
+@pytest.mark.parametrize(
+    "text, why", [("x = 1", "no function f"), ("f = 1", "no function f"), ("1/0", "ZeroDivisionError")]
+)
+def test_reward_file_without_the_function(refusal, tmp_path, text, why):
+    (tmp_path / "r.py").write_text(text + "\n")
+    says(refusal(reward=f"{tmp_path / 'r.py'}:f"), f"--reward {tmp_path / 'r.py'}:f", why)
+
+
+BAD_REWARDS = {
+    "{}['key']": "KeyError",
+    "[float('nan')] * len(prompts)": "nan",
+    "[float('-inf')] * len(prompts)": "inf",
+    "[1.0] * (len(prompts) + 1)": "scores for",
+    "None": "TypeError",
+    "['good'] * len(prompts)": "ValueError",
+}
+
+
+@pytest.mark.parametrize("result", BAD_REWARDS)
+def test_reward_is_tried_before_the_model_is_loaded(refusal, ppo, tmp_path, monkeypatch, result):
+    monkeypatch.setattr(ppo, "load_causal_lm", lambda name: pytest.fail("the model was loaded"))
+    (tmp_path / "r.py").write_text(f"def f(prompts, responses, answers):\n    return {result}\n")
+    says(refusal(reward=f"{tmp_path / 'r.py'}:f", run_name="mine"), "the reward", BAD_REWARDS[result])
+
+
+@pytest.mark.parametrize("result", BAD_REWARDS)
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_reward_that_fails_stops_the_run_with_the_row_shown(ppo, toy_args, tmp_path, result, evaluates):
+    # Fine with the empty responses that it is tried on before the run.
+    body = f"return {result} if any(responses) else [0.0] * len(prompts)"
+    (tmp_path / "r.py").write_text(f"def f(prompts, responses, answers):\n    {body}\n")
+    data = {} if evaluates else {"dataset": write_rows(tmp_path / "rows.jsonl", toy_rows(8))}
+    with pytest.raises(SystemExit) as error:
+        ppo.main(toy_args(reward=f"{tmp_path / 'r.py'}:f", run_name="r", **data))
+    message = error.value.code
+    says(message, "error: the reward", BAD_REWARDS[result])
+    if "scores for" not in message:
+        says(message, "what is")  # the prompt at fault
+    assert "\n" not in message.replace("\\n", "")
+    assert not (tmp_path / "runs" / "r" / "final").exists()
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_missing_model(refusal, tmp_path):
+    says(refusal(model=str(tmp_path / "nowhere")), f"--model {tmp_path / 'nowhere'}")
+
+
+def test_missing_critic(refusal, tmp_path):
+    says(refusal(critic_model=str(tmp_path / "nowhere")), f"--critic-model {tmp_path / 'nowhere'}")
+
+
+def save_bert(folder, cls):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    cls(BertConfig(vocab_size=len(make_tokenizer()), **sizes)).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
+def save_classifier(folder, **config):
+    make_model(folder, **config)
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(folder)
+
+
+def save_pickle(folder):
+    make_model(folder)
+    (Path(folder) / "model.safetensors").unlink()
+    torch.save(AutoModelForCausalLM.from_config, Path(folder) / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda f: save_bert(f, BertModel),
+        lambda f: save_bert(f, BertForMaskedLM),
+        save_classifier,
+        lambda f: save_classifier(f, tie_word_embeddings=True),  # lacks no weight of a language model
+        save_pickle,
+    ],
+    ids=["bert", "masked-lm", "classifier", "tied classifier", "no safetensors"],
+)
+def test_model_that_is_no_causal_language_model(refusal, tmp_path, save):
+    save(tmp_path / "m")
+    says(refusal(model=str(tmp_path / "m")), f"--model {tmp_path / 'm'}: ")
+
+
+def test_model_without_tokenizer(refusal, tmp_path):
+    make_model(tmp_path / "m")
+    for path in (tmp_path / "m").glob("token*"):
+        path.unlink()
+    says(refusal(model=str(tmp_path / "m")), f"--model {tmp_path / 'm'}", "tokenizer")
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_more_tokens_than_positions(refusal, tmp_path, arch):
+    folder = make_model(
+        tmp_path / "m", arch, **{"llama": {"max_position_embeddings": 32}, "gpt2": {"n_positions": 32}}[arch]
+    )
+    says(
+        refusal(model=folder, max_response_length=20), "--max-response-length 20", f"--model {folder} has 32 positions"
+    )
+
+
+def test_output_folder_that_is_a_file(ppo, toy_args, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match=r"error: the run folder .*file/mine cannot be written"):
+        ppo.main(toy_args(output_dir=str(tmp_path / "file"), run_name="mine"))

@@ -1,0 +1,341 @@
+"""Every flag does what its help says: a base run and one that differs in this flag alone.
+
+`CASES` has an entry for every field of `Args`, and a test fails when a new flag has none.
+"""
+
+import contextlib
+import dataclasses
+import io
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from conftest import make_model, read_metrics, read_rows, toy_rows, untimed, write_rows
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+# Every value that a case looks at is set here, so that the defaults of the script may change.
+BASE = {"batch_size": 8, "group_size": 1, "minibatch_size": 4, "ppo_epochs": 2, "total_iterations": 2, "eval_every": 0}
+BASE |= {"max_response_length": 10, "max_prompt_length": 64, "microbatch_tokens": 4096, "seed": 1, "dtype": "float32"}
+BASE |= {"lr": 1e-2, "critic_lr": 1e-2, "lr_schedule": "constant", "warmup_iterations": 0, "weight_decay": 0.0}
+BASE |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "gamma": 1.0, "lam": 0.95, "clip_low": 0.2, "clip_high": 0.2}
+BASE |= {"critic_warmup_iterations": 0, "whiten_advantages": True, "kl_reward_coef": 0.0, "kl_loss_coef": 0.0}
+BASE |= {"max_grad_norm": 1.0, "missing_eos_penalty": 0.0, "entropy_coef": 0.0, "loss_agg": "token-mean"}
+
+
+class Run(SimpleNamespace):
+    """What a run left: folder, metrics (those of its time left out), output, steps (optimizer steps by kind),
+    forwards (of the policy), rows and eval_rows (completions of the last iteration), model (weights of final/)."""
+
+    def __getitem__(self, name):
+        """A metric in every iteration that has it."""
+        return [m[name] for m in self.metrics if name in m]
+
+    def distance(self, other, part="model"):
+        """How far apart the weights of two runs are."""
+        a, b = getattr(self, part), getattr(other, part)
+        return math.sqrt(sum((a[k] - b[k]).square().sum().item() for k in a))
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory, tiny_model, toy_data, toy_reward):
+    """Values of flags that are files."""
+    folder = tmp_path_factory.mktemp("flags")
+    columns = [row | {"other": f"ask {i}", "gold": f"#### {i + 50}"} for i, row in enumerate(toy_rows(16))]
+    (folder / "test").mkdir()
+    return SimpleNamespace(
+        folder=folder,
+        model=tiny_model,
+        other_model=make_model(folder / "model", seed=5),
+        data=toy_data,
+        other_data=write_rows(folder / "other.jsonl", toy_rows(12, 500)),
+        columns=write_rows(folder / "columns.jsonl", columns),
+        reward=toy_reward,
+    )
+
+
+@pytest.fixture(scope="module")
+def execute(ppo, paths):
+    """execute(changes) -> Run, from memory when the same run has been made before."""
+    cache = {}
+
+    def run(changes):
+        key = repr(sorted(changes.items()))
+        if key in cache:
+            return cache[key]
+        AcceleratorState._reset_state(True)
+        options = {"model": paths.model, "dataset": paths.data, "reward": paths.reward} | BASE
+        options |= {"output_dir": str(paths.folder / "runs"), "run_name": f"run{len(cache)}"}
+        steps, forwards, checkpointing, output = Counter(), [], [], io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+
+            def counted(owner, name, count):
+                real = getattr(owner, name)
+                patch.setattr(owner, name, lambda self, *a, **k: (count(self, *a), real(self, *a, **k))[1])
+
+            def count_step(optimizer, *args):
+                actor = optimizer.param_groups[0]["params"][-1].dim() == 2  # lm_head; the critic's last is a bias
+                steps["actor" if actor else "critic"] += 1
+
+            counted(torch.optim.AdamW, "step", count_step)
+            counted(ppo.Policy, "forward", lambda self, ids, *a: forwards.append(ids.numel()))
+            counted(PreTrainedModel, "gradient_checkpointing_enable", lambda self, *a: checkpointing.append(self))
+            run_dir = ppo.main(ppo.Args(**options | changes))
+        last = {path.name[:4]: read_rows(path) for path in sorted((run_dir / "completions").iterdir())}
+        result = Run(folder=run_dir, metrics=untimed(read_metrics(run_dir)), output=output.getvalue(), steps=steps)
+        result.forwards, result.checkpointing, result.rows = forwards, len(checkpointing), last.get("step", [])
+        result.eval_rows = last.get("eval", [])
+        if (run_dir / "final").exists():
+            result.model = load_file(run_dir / "final" / "model.safetensors")
+            result.critic = load_file(run_dir / "final" / "critic" / "model.safetensors")
+        cache[key] = result
+        return result
+
+    return run
+
+
+def same_start(a, b):
+    """The first rollout is the same: the flag acts on what is learned from it."""
+    return a["reward/mean"][0] == b["reward/mean"][0] and a["response/length_mean"][0] == b["response/length_mean"][0]
+
+
+def learns_differently(a, b):
+    return same_start(a, b) and a.distance(b) > 1e-6
+
+
+KL = {"kl_reward_coef": 0.1}
+ADAPTIVE = KL | {"kl_controller": "adaptive", "kl_target": 1e-3, "kl_horizon": 20.0, "total_iterations": 3}
+KL_LOSS = {"kl_loss_coef": 0.5, "kl_loss_kind": "k2"}
+ONE_STEP = {"minibatch_size": 8, "ppo_epochs": 1, "total_iterations": 1}
+
+# Field: (changed value, what must hold of the base run a and the changed run b[, changes that both runs have]).
+# A value that is a function is given `paths`.
+CASES = {
+    "model": (lambda p: p.other_model, lambda a, b: a["eval/score"][0] != b["eval/score"][0] and a.distance(b) > 1),
+    "critic_model": (
+        lambda p: p.other_model,
+        lambda a, b: same_start(a, b) and a.distance(b, "critic") > 1 and b.distance(a) < 1,
+    ),
+    "dtype": (
+        "bfloat16",
+        lambda a, b: (
+            "bfloat16" in b.output
+            and 1e-5 < abs(a["actor/entropy"][0] - b["actor/entropy"][0]) < 0.3
+            and {x.dtype for x in b.model.values()} == {torch.float32}
+        ),
+    ),
+    "gradient_checkpointing": (
+        True,
+        lambda a, b: (a.checkpointing, b.checkpointing) == (0, 2) and a.distance(b) < 1e-3,
+    ),
+    "dataset": (
+        lambda p: p.other_data,
+        lambda a, b: {r["query"] for r in b.rows} <= {r["question"] for r in toy_rows(12, 500)} and not b.eval_rows,
+    ),
+    "eval_dataset": (
+        lambda p: p.other_data,
+        lambda a, b: (len(a.eval_rows), len(b.eval_rows)) == (6, 12) and a.distance(b) == 0,
+    ),
+    "prompt_column": (
+        "other",
+        lambda a, b: "GSM8K" in a.output and all(r["query"].startswith("ask ") for r in b.rows),
+        {"dataset": lambda p: p.columns},
+    ),
+    "answer_column": (
+        "gold",
+        lambda a, b: (
+            {r["answer"] for r in a.eval_rows} != {f"#### {i + 50}" for i in range(16)}
+            and {r["answer"] for r in b.eval_rows} == {f"#### {i + 50}" for i in range(16)}
+        ),
+        {"dataset": lambda p: p.columns, "eval_dataset": lambda p: p.columns},
+    ),
+    "prompt_template": ("Q {prompt} A", lambda a, b: all(r["query"][:2] + r["query"][-2:] == "Q  A" for r in b.rows)),
+    "max_prompt_length": (15, lambda a, b: " 0 too long" in a.output and " 0 too long" not in b.output),
+    "max_response_length": (
+        4,
+        lambda a, b: (
+            max(b["response/length_mean"]) <= 4 < a["response/length_mean"][0] and b["eval/length_mean"][0] <= 4
+        ),
+    ),
+    "reward": ("exact", lambda a, b: a["reward/mean"][0] > 0 and set(b["reward/mean"]) == {0.0}),
+    "batch_size": (4, lambda a, b: (len(a.rows), len(b.rows)) == (8, 4) and b.steps["actor"] == 4),
+    "group_size": (
+        2,
+        lambda a, b: len(b.rows) == 16 and all(x["query"] == y["query"] for x, y in zip(b.rows[::2], b.rows[1::2])),
+    ),
+    "temperature": (0.5, lambda a, b: b["actor/entropy"][0] < 0.9 * a["actor/entropy"][0]),
+    "top_p": (
+        0.3,
+        lambda a, b: (
+            b["rollout/logprob_diff"][0] > 0.1 > a["rollout/logprob_diff"][0] and "ratio is biased" in b.output
+        ),
+    ),
+    "top_k": (  # the likeliest token: the response is the greedy one, with probability 1
+        1,
+        lambda a, b: (
+            all(x["response"] == y["response"] for x, y in zip(b.rows[::2], b.rows[1::2]))
+            and "ratio is biased" in b.output
+        ),
+        {"group_size": 2, "lr": 0.0},
+    ),
+    "missing_eos_penalty": (
+        2.0,
+        lambda a, b: (
+            b["reward/mean"][0] == pytest.approx(a["reward/mean"][0] - 2 * a["response/truncated_frac"][0])
+            and a["response/truncated_frac"][0] > 0
+            and b["eval/score"][0] == a["eval/score"][0]
+        ),
+    ),
+    "total_iterations": (3, lambda a, b: [m["step"] for m in b.metrics] == [0, 1, 2, 3]),
+    "ppo_epochs": (1, lambda a, b: learns_differently(a, b) and (a.steps["actor"], b.steps["actor"]) == (8, 4)),
+    "minibatch_size": (2, lambda a, b: learns_differently(a, b) and (a.steps["critic"], b.steps["critic"]) == (8, 16)),
+    "microbatch_tokens": (  # nothing else changes
+        60,
+        lambda a, b: (
+            max(a.forwards) > 60 >= max(b.forwards)
+            and all(x == pytest.approx(y, rel=1e-3, abs=1e-4) for x, y in zip(a.metrics, b.metrics))
+            and a.steps == b.steps
+        ),
+        {"lr": 1e-4, "total_iterations": 1},
+    ),
+    "lr": (
+        1e-3,
+        lambda a, b: learns_differently(a, b) and b["actor/lr"] == [1e-3] * 2 and b["critic/lr"] == [1e-2] * 2,
+    ),
+    "critic_lr": (
+        1e-3,
+        lambda a, b: (
+            same_start(a, b)
+            and b["critic/lr"] == [1e-3] * 2
+            and a["reward/mean"][1] == b["reward/mean"][1]
+            and a.distance(b, "critic") > 1e-3
+        ),
+    ),
+    "lr_schedule": (
+        "linear",
+        lambda a, b: learns_differently(a, b) and b["actor/lr"] == b["critic/lr"] == [0.01, 0.005],
+    ),
+    "warmup_iterations": (
+        2,
+        lambda a, b: learns_differently(a, b) and b["actor/lr"] == b["critic/lr"] == [0.005, 0.01],
+    ),
+    "critic_warmup_iterations": (
+        1,
+        lambda a, b: same_start(a, b) and (b.steps["actor"], b.steps["critic"]) == (4, 8) and len(b["actor/loss"]) == 1,
+    ),
+    "weight_decay": (
+        10.0,
+        lambda a, b: (
+            same_start(a, b)
+            and all(  # 8 steps of lr*weight_decay = 0.1 leave 0.43 of a weight; actor and critic alike
+                sum(x.square().sum() for x in b_part.values()) < 0.4 * sum(x.square().sum() for x in a_part.values())
+                for a_part, b_part in ((a.model, b.model), (a.critic, b.critic))
+            )
+        ),
+    ),
+    "max_grad_norm": (  # Adam does not feel the scale, except where the gradient is next to its epsilon
+        1e-9,
+        lambda a, b: (
+            same_start(a, b)
+            and a["actor/grad_norm"][0] == pytest.approx(b["actor/grad_norm"][0], rel=1e-5)  # before it is cut
+            and a.distance(b) > 0.5
+            and a.distance(b, "critic") > 0.05  # only the head: behind one of zeros no gradient comes
+        ),
+        ONE_STEP,
+    ),
+    "clip_low": (1e-3, lambda a, b: learns_differently(a, b) and b["actor/clipfrac"][0] > a["actor/clipfrac"][0]),
+    "clip_high": (1e-3, lambda a, b: learns_differently(a, b) and b["actor/clipfrac"][0] > a["actor/clipfrac"][0]),
+    "dual_clip": (
+        1.01,
+        lambda a, b: learns_differently(a, b) and b["actor/clipfrac_dual"][0] > 0 and not a["actor/clipfrac_dual"],
+    ),
+    "value_clip": (
+        1e-3,
+        lambda a, b: (
+            same_start(a, b)
+            and a["actor/loss"][0] == b["actor/loss"][0]
+            and b["critic/loss"][0] > a["critic/loss"][0]
+            and b["critic/clipfrac"][0] > 0
+            and not a["critic/clipfrac"]
+        ),
+    ),
+    "entropy_coef": (
+        0.5,
+        lambda a, b: (
+            b["actor/loss"][0] == pytest.approx(a["actor/loss"][0] - 0.5 * a["actor/entropy"][0], abs=1e-5)
+            and a.distance(b) > 1e-3
+        ),
+        ONE_STEP,
+    ),
+    "loss_agg": ("seq-mean-token-sum", lambda a, b: learns_differently(a, b) and a["actor/loss"] != b["actor/loss"]),
+    "target_kl": (1e-9, lambda a, b: same_start(a, b) and (b.steps["actor"], b.steps["critic"]) == (2, 8)),
+    "gamma": (0.5, lambda a, b: learns_differently(a, b) and a["advantage/mean"][0] != b["advantage/mean"][0]),
+    "lam": (0.5, lambda a, b: learns_differently(a, b) and a["advantage/mean"][0] != b["advantage/mean"][0]),
+    "whiten_advantages": (  # the loss of an unchanged policy is minus the mean advantage
+        False,
+        lambda a, b: (
+            b["actor/loss"][0] == pytest.approx(-b["advantage/mean"][0], abs=1e-5)
+            and a["actor/loss"][0] == pytest.approx(0, abs=1e-5) != b["actor/loss"][0]
+            and a["advantage/mean"] == b["advantage/mean"]
+        ),
+        ONE_STEP,
+    ),
+    "kl_reward_coef": (
+        0.1,
+        lambda a, b: (
+            same_start(a, b)
+            and a["reward/total_mean"] == pytest.approx(a["reward/mean"], abs=1e-6)
+            and b["reward/total_mean"][1] == pytest.approx(b["reward/mean"][1] - 0.1 * b["kl/sequence"][1], abs=1e-5)
+            and abs(b["kl/sequence"][1]) > 0.01
+            and not a["kl/mean"]
+        ),
+    ),
+    "kl_reward_kind": (
+        "k2",
+        lambda a, b: a["kl/sequence"] == b["kl/sequence"] and a["reward/total_mean"][1] != b["reward/total_mean"][1],
+        KL,
+    ),
+    "kl_controller": (
+        "adaptive",
+        lambda a, b: set(a["kl/coef"]) == {0.1} and b["kl/coef"][1] == pytest.approx(0.1 * (1 - 0.2 * 8 / 20)),
+        {k: v for k, v in ADAPTIVE.items() if k != "kl_controller"},
+    ),
+    "kl_target": (1e3, lambda a, b: a["kl/coef"][2] > a["kl/coef"][1] and b["kl/coef"][2] < b["kl/coef"][1], ADAPTIVE),
+    "kl_horizon": (
+        2000.0,
+        lambda a, b: a["kl/coef"][1] == pytest.approx(0.092) and b["kl/coef"][1] == pytest.approx(0.09992),
+        ADAPTIVE,
+    ),
+    "kl_loss_coef": (
+        0.5,
+        lambda a, b: learns_differently(a, b) and b["kl/mean"][0] == 0 != b["kl/mean"][1] and not a["kl/mean"],
+    ),
+    "kl_loss_kind": ("abs", lambda a, b: learns_differently(a, b), KL_LOSS),
+    "output_dir": (lambda p: str(p.folder / "elsewhere"), lambda a, b: b.folder.parent.name == "elsewhere"),
+    "run_name": ("my run", lambda a, b: b.folder.name == "my run" and b.folder.parent == a.folder.parent),
+    "seed": (
+        2,
+        lambda a, b: (
+            [r["query"] for r in a.rows] != [r["query"] for r in b.rows]
+            and a["eval/score"][0] == b["eval/score"][0]
+            and a["eval/score_sampled"][0] != b["eval/score_sampled"][0]
+        ),
+    ),
+    "eval_every": (1, lambda a, b: (len(a["eval/score"]), len(b["eval/score"])) == (2, 3) and a.distance(b) == 0),
+}
+
+
+def test_every_flag_has_a_case(ppo):
+    fields = [field.name for field in dataclasses.fields(ppo.Args)]
+    assert set(CASES) == set(fields) and len(fields) <= 70
+
+
+@pytest.mark.parametrize("field", CASES)
+def test_flag(execute, paths, field):
+    value, holds, shared = (*CASES[field], {})[:3]
+    shared, changed = ({k: v(paths) if callable(v) else v for k, v in d.items()} for d in (shared, {field: value}))
+    base, other = execute(shared), execute(shared | changed)
+    assert holds(base, other), (base.metrics, other.metrics)

@@ -1,0 +1,65 @@
+"""Real data through the real code; every test skips with the reason when LLM_RL_DATA is unset."""
+
+import json
+
+import pytest
+from conftest import ROOT, make_tokenizer, read_metrics
+
+
+@pytest.mark.parametrize("split, size", [("train", 7473), ("test", 1319)])
+def test_every_gold_solution_of_gsm8k_scores_one(ppo, data_dir, split, size):
+    """Raw GSM8K, loaded as `main` loads it: the gold solutions, given as responses, all score 1.0."""
+    args = ppo.Args(max_prompt_length=10_000, prompt_template="{prompt}\\nAnswer:")
+    rows, summary = ppo.load_prompts(str(data_dir / "gsm8k" / f"{split}.jsonl"), split, args, make_tokenizer())
+    assert len(rows) == size and f"GSM8K raw): {size} rows, 0 too long" in summary
+    assert rows[0]["prompt"].endswith("\nAnswer:")
+    scores = ppo.compute_scores(ppo.gsm8k, rows, [row["answer"] for row in rows])
+    assert scores == [1.0] * size
+    # A neighbour's solution is right only when its number happens to be the same.
+    shifted = ppo.compute_scores(ppo.gsm8k, rows, [row["answer"] for row in rows[1:] + rows[:1]])
+    assert sum(shifted) < 0.05 * size
+
+
+def test_sad_reward_on_the_real_lexicon(ppo, data_dir, monkeypatch):
+    monkeypatch.setenv("VADER_LEXICON", str(data_dir / "vader" / "vader_lexicon.txt"))
+    sad = ppo.load_reward(f"{ROOT}/benchmarks/rewards.py:sad")
+    # happy 2.7, sad -2.1, cried -1.6 in the lexicon
+    scores = sad(["p"] * 4, ["A happy dog.", "Sad, she cried!", "the dog", ""], [None] * 4)
+    assert scores == pytest.approx([-2.7 / 3, (2.1 + 1.6) / 3, 0.0, 0.0])
+
+
+def test_sad_reward_without_a_lexicon_says_what_to_install(ppo, monkeypatch):
+    monkeypatch.delenv("VADER_LEXICON", raising=False)
+    monkeypatch.setitem(__import__("sys").modules, "vaderSentiment", None)  # as if it were not installed
+    sad = ppo.load_reward(f"{ROOT}/benchmarks/rewards.py:sad")
+    with pytest.raises(ppo.UserError, match="pip install vaderSentiment"):
+        ppo.compute_scores(sad, [{"prompt": "p", "answer": None, "columns": {}}], ["x"])
+
+
+@pytest.mark.slow
+def test_a_real_pretrained_model_trains_on_real_prompts(ppo, data_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("VADER_LEXICON", str(data_dir / "vader" / "vader_lexicon.txt"))
+    stories = data_dir / "story_prompts"
+    run_dir = ppo.main(
+        ppo.Args(
+            model=str(data_dir / "stories260K"),
+            dataset=str(stories / "story_train.parquet"),
+            eval_dataset=str(stories / "story_test.parquet"),
+            prompt_column="prompt_text",
+            reward=f"{ROOT}/benchmarks/rewards.py:sad",
+            max_response_length=16,
+            batch_size=16,
+            minibatch_size=8,
+            total_iterations=2,
+            eval_every=0,
+            kl_reward_coef=0.02,
+            output_dir=str(tmp_path),
+            run_name="story",
+        )
+    )
+    metrics = read_metrics(run_dir)
+    assert metrics[1]["kl/mean"] == 0 and metrics[1]["rollout/logprob_diff"] < 1e-5
+    assert metrics[1]["actor/ratio_max"] != 1 and -1 < metrics[0]["eval/score_sampled"] < 1
+    lines = (run_dir / "completions" / "step_000002.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == 16 and all("<s>" not in row["response"] for row in rows)
