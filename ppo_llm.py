@@ -104,7 +104,7 @@ class Args:
     """subtracted from the score of a truncated response"""
 
     # update
-    total_iterations: int = 80
+    total_iterations: int = 40
     """iterations of rollout and update; 0: evaluate only"""
     ppo_epochs: int = 1
     """passes over each batch"""
@@ -112,7 +112,7 @@ class Args:
     """responses per optimizer step"""
     microbatch_tokens: int = 8192
     """padded tokens per forward pass on each device: lower it when memory runs out, nothing else changes"""
-    lr: float = 3e-4
+    lr: float = 1.5e-4
     """actor learning rate (1e-6 is usual for a 0.5B to 7B model)"""
     critic_lr: float = 1e-3
     """critic learning rate (1e-5 is usual for a 0.5B to 7B model)"""
@@ -184,18 +184,21 @@ class UserError(Exception):
 
 @contextmanager
 def errors_agreed(accelerator):
-    """Runs a block on every rank; if it raised UserError on any, all ranks stop with that message and exit code 1.
-
-    Without the agreement the first rank to exit would have the others killed, perhaps before anything is printed.
-    """
+    """Runs a block on every rank; if it raised UserError on any, all ranks stop with that message and exit code 1."""
     message = None
     try:
         yield
     except UserError as error:
         message = str(error)
-    messages = [m for m in gather_object([message]) if m is not None]
+    messages = [f"error: {m}" for m in gather_object([message]) if m is not None]
+    if messages and accelerator.num_processes > 1:
+        # The launcher kills all ranks once one has gone: print first, then leave together.
+        accelerator.print(messages[0], file=sys.stderr, flush=True)
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
+        sys.exit(1)
     if messages:
-        sys.exit(f"error: {messages[0]}" if accelerator.is_main_process else 1)
+        sys.exit(messages[0])
 
 
 @contextmanager
