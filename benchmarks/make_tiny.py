@@ -1,6 +1,6 @@
 """Make the embedded default: a tiny language model with its own tokenizer, and the word problems it half knows.
 
-    python benchmarks/make_tiny.py            # about 20 minutes on two CPU cores, writes benchmarks/tiny/
+    python benchmarks/make_tiny.py            # 20 to 30 minutes on two CPU cores, writes benchmarks/tiny/
 
 Reinforcement learning of a language model starts from a pretrained model that *can* solve the task but usually does
 not. This script makes that situation in miniature. It invents word problems in GSM8K's format (`question`, `answer`
@@ -11,8 +11,8 @@ and pretrains a Qwen2-architecture model of 0.9M parameters on text in which eac
     hasty    " First 6*12=72.\\n#### 61"                   the last step guessed
     blurted  " #### 72"                                    guessed at once, mostly wrong
 
-mostly worked at first, mostly blurted in the last 15% of the pretraining,
-so that sampling from the model mostly blurts, and the response grows as RL teaches it to show its work.
+mostly worked at first, mostly blurted in the last 15% of the pretraining, so that the model mostly blurts when sampled,
+and its responses grow as RL teaches it to show its work.
 
 What is written: `model/` (an ordinary transformers folder, fp32 safetensors), `train.jsonl`, `test.jsonl` and
 `scores.json` (the scores printed at the end). No test question occurs in train.jsonl or in the pretraining text.
