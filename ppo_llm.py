@@ -222,7 +222,6 @@ def generator(*key):
 # Data and reward
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 FILE_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -995,8 +994,8 @@ def main(args: Args):
                 for position in range((iteration - 1) * args.batch_size, iteration * args.batch_size):
                     if position // len(train_rows) != epoch:  # every epoch is a permutation of its own
                         epoch = position // len(train_rows)
-                        order = generator("epoch", args.seed, epoch)
-                        epoch_order = torch.randperm(len(train_rows), generator=order).tolist()
+                        stream = generator("epoch", args.seed, epoch)
+                        epoch_order = torch.randperm(len(train_rows), generator=stream).tolist()
                     batch.append(train_rows[epoch_order[position % len(train_rows)]])
                 batch = batch[rank::world_size]
                 rows = [row for row in batch for _ in range(args.group_size)]
@@ -1006,14 +1005,14 @@ def main(args: Args):
                 uniforms = torch.rand(shape, generator=generator("rollout", args.seed, iteration), dtype=torch.float64)
                 uniforms = uniforms[rank::world_size].flatten(0, 1).to(device)  # (B,T)
                 actor, sampling = accelerator.unwrap_model(policy).model, (args.temperature, args.top_p, args.top_k)
-                tokens = queries, query_mask, uniforms, eos_ids, pad_id
+                inputs = queries, query_mask, uniforms, eos_ids, pad_id
                 with accelerator.autocast():
-                    responses, rollout_logprobs = generate(actor, *tokens, *sampling)  # (B,T)
+                    responses, rollout_logprobs = generate(actor, *inputs, *sampling)  # (B,T)
                 response_mask = make_response_mask(responses, eos_ids)  # (B,T)
                 lengths = response_mask.sum(1)  # (B,)
                 ended = torch.isin(responses, torch.tensor(eos_ids, device=device, dtype=torch.long)).any(1)  # (B,)
                 queries, query_mask = (x.repeat_interleave(args.group_size, 0) for x in (queries, query_mask))  # (B,P)
-                tokens, starts = (queries, query_mask, responses, response_mask), range(0, len(rows), local_size)
+                starts, tokens = range(0, len(rows), local_size), (queries, query_mask, responses, response_mask)
                 minibatches = [pack(*tokens, range(i, i + local_size), args.microbatch_tokens) for i in starts]
                 # Tokens of every optimizer step, over all ranks: the denominators of the losses.
                 step_tokens = all_reduce(torch.stack([lengths[i : i + local_size].sum() for i in starts])).tolist()
@@ -1047,8 +1046,8 @@ def main(args: Args):
                     advantages = masked_whiten(advantages, response_mask)
 
             # The optimizer steps: every epoch shuffles the minibatches, alike on all ranks, and never their rows.
-            order = generator("minibatches", args.seed, iteration)
-            shuffles = [torch.randperm(num_minibatches, generator=order).tolist() for _ in range(args.ppo_epochs)]
+            stream = generator("minibatches", args.seed, iteration)
+            shuffles = [torch.randperm(num_minibatches, generator=stream).tolist() for _ in range(args.ppo_epochs)]
             steps = [k for shuffle in shuffles for k in shuffle]
             factor = schedule(args.lr_schedule, iteration, args.total_iterations, args.warmup_iterations)
             actor_optimizer.param_groups[0]["lr"] = args.lr * factor
@@ -1155,7 +1154,7 @@ def main(args: Args):
             if evaluating:
                 columns = zip(rows, texts, scores.tolist(), row_kl.tolist(), (~ended).tolist())
                 names = "query", "response", "score", "kl", "truncated"
-                dump = [dict(zip(names, (row["prompt"], *values))) for row, *values in columns]
+                dump = [dict(zip(names, (row["prompt"], *rest))) for row, *rest in columns]
                 save_completions(run_dir / "completions" / f"step_{iteration:06d}.jsonl", dump, accelerator)
 
         # Evaluate, keep the best.
