@@ -475,9 +475,9 @@ def make_response_mask(responses, eos_ids):
     return is_eos.cumsum(1) - is_eos.long() == 0
 
 
-def masked_mean(x, mask):
-    """Mean of x where mask is true, whatever (NaN too) stands elsewhere; 0 for an empty mask."""
-    return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
+def masked_mean(x, mask, dim=None):
+    """Mean of x where mask is true, over all of it or along dim, whatever (NaN too) stands elsewhere; 0 if empty."""
+    return torch.where(mask, x, 0).sum(dim) / mask.sum(dim).clamp(min=1)
 
 
 def global_moments(x, mask):
@@ -574,9 +574,9 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
     losses = torch.where(mask, losses, 0)
     if mode == "token-mean":
         return losses.sum() / max(num_tokens, 1)
-    per_sequence = losses.sum(1)
+    per_sequence = losses.sum(1)  # (B,)
     if mode == "seq-mean-token-mean":
-        per_sequence = per_sequence / mask.sum(1).clamp(min=1)
+        per_sequence = masked_mean(losses, mask, 1)
     elif mode == "seq-mean-token-sum-norm":
         per_sequence = per_sequence / max_response_length
     elif mode != "seq-mean-token-sum":
@@ -808,14 +808,13 @@ def written_whole(path):
         temporary.replace(path)
 
 
-def save_models(path, policy, critic, tokenizer, accelerator):
-    """Plain transformers folders: the policy with its tokenizer in `path`, the critic in `path`/critic."""
+def save_models(path, models, tokenizer, accelerator):
+    """Plain transformers folders with the tokenizer: `models` maps a place inside `path` to the model saved there."""
     if accelerator.is_main_process:
         with written_whole(path) as folder:
-            accelerator.unwrap_model(policy).model.save_pretrained(folder)
-            accelerator.unwrap_model(critic).model.save_pretrained(folder / "critic")
-            tokenizer.save_pretrained(folder)
-            tokenizer.save_pretrained(folder / "critic")
+            for place, model in models.items():
+                accelerator.unwrap_model(model).model.save_pretrained(folder / place)
+                tokenizer.save_pretrained(folder / place)
     accelerator.wait_for_everyone()
 
 
@@ -979,12 +978,12 @@ def main(args: Args):
         yield
         if device.type == "cuda":
             torch.cuda.synchronize()
-        seconds[f"time/{name}"] = time.perf_counter() - begin
+        seconds[f"time/{name}"] += time.perf_counter() - begin
 
     best_score, epoch, epoch_order = -math.inf, -1, []
     progress = tqdm(total=args.total_iterations, dynamic_ncols=True, file=sys.stdout)
     for iteration in range(args.total_iterations + 1):  # iteration 0 only evaluates
-        seconds, metrics, moments = {}, {}, Moments(device)
+        seconds, metrics, moments = defaultdict(float), {}, Moments(device)
         evaluating = iteration in (0, args.total_iterations) or (args.eval_every and iteration % args.eval_every == 0)
 
         if iteration > 0:
@@ -1011,11 +1010,6 @@ def main(args: Args):
                 response_mask = make_response_mask(responses, eos_ids)  # (B,T)
                 lengths = response_mask.sum(1)  # (B,)
                 ended = torch.isin(responses, torch.tensor(eos_ids, device=device, dtype=torch.long)).any(1)  # (B,)
-                queries, query_mask = (x.repeat_interleave(args.group_size, 0) for x in (queries, query_mask))  # (B,P)
-                starts, tokens = range(0, len(rows), local_size), (queries, query_mask, responses, response_mask)
-                minibatches = [pack(*tokens, range(i, i + local_size), args.microbatch_tokens) for i in starts]
-                # Tokens of every optimizer step, over all ranks: the denominators of the losses.
-                step_tokens = all_reduce(torch.stack([lengths[i : i + local_size].sum() for i in starts])).tolist()
 
             # 2. Reward: one score per response.
             with phase("reward"), errors_agreed(accelerator):
@@ -1025,6 +1019,12 @@ def main(args: Args):
 
             # 3. Log-probs of the policy that sampled and of the reference, by the same forward pass as in training.
             with phase("logprobs"):
+                queries, query_mask = (x.repeat_interleave(args.group_size, 0) for x in (queries, query_mask))  # (B,P)
+                tokens = queries, query_mask, responses, response_mask
+                shares = [range(len(rows))[i : i + local_size] for i in range(0, len(rows), local_size)]
+                minibatches = [pack(*tokens, share, args.microbatch_tokens) for share in shares]
+                # Tokens of every optimizer step, over all ranks: the denominators of the losses.
+                step_tokens = all_reduce(torch.stack([lengths[share].sum() for share in shares])).tolist()
                 old_logprobs = torch.zeros_like(rollout_logprobs)  # (B,T)
                 if need_old_pass:
                     old_logprobs = forward_all(policy, minibatches, response_mask, args.temperature)
@@ -1047,7 +1047,7 @@ def main(args: Args):
 
             # The optimizer steps: every epoch shuffles the minibatches, alike on all ranks, and never their rows.
             stream = generator("minibatches", args.seed, iteration)
-            shuffles = [torch.randperm(num_minibatches, generator=stream).tolist() for _ in range(args.ppo_epochs)]
+            shuffles = [torch.randperm(len(minibatches), generator=stream).tolist() for _ in range(args.ppo_epochs)]
             steps = [k for shuffle in shuffles for k in shuffle]
             factor = schedule(args.lr_schedule, iteration, args.total_iterations, args.warmup_iterations)
             actor_optimizer.param_groups[0]["lr"] = args.lr * factor
@@ -1173,7 +1173,7 @@ def main(args: Args):
                 progress.write(f"{line}  ({time.time() - start_time:.0f} s)")
             if score > best_score and args.total_iterations > 0:
                 best_score = score
-                save_models(run_dir / "best", policy, critic, tokenizer, accelerator)
+                save_models(run_dir / "best", {".": policy, "critic": critic}, tokenizer, accelerator)
 
         metrics["time/elapsed"] = time.time() - start_time
         accelerator.log(metrics, step=iteration)
@@ -1189,7 +1189,7 @@ def main(args: Args):
 
     progress.close()
     if args.total_iterations > 0:
-        save_models(run_dir / "final", policy, critic, tokenizer, accelerator)
+        save_models(run_dir / "final", {".": policy, "critic": critic}, tokenizer, accelerator)
         say(f"saved {run_dir}/final{' and best' if eval_rows else ''}: transformers folders, the critic in critic/")
         say(f"  load  AutoModelForCausalLM.from_pretrained('{run_dir}/final')")
         say(f"  plot  python benchmarks/plot.py {run_dir}")

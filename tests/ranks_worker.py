@@ -82,11 +82,11 @@ def record(name, sgd=True, generate=fixed_responses, forward_all=None, **changes
         found["sizes"].append([len(mb.inputs[0]) for mb in result])
         return result
 
-    def spy_save(path, policy, critic, tokenizer, accelerator):
-        for key, model in (("actor", policy), ("critic", critic)):
+    def spy_save(path, models, tokenizer, accelerator):
+        for key, model in zip(("actor", "critic"), models.values()):
             parameters = accelerator.unwrap_model(model).named_parameters()
             found["weights"][key] = {n: p.detach().clone() for n, p in parameters}
-        save_models(path, policy, critic, tokenizer, accelerator)
+        save_models(path, models, tokenizer, accelerator)
 
     def spy_step(optimizer, args, kwargs):
         (group,) = optimizer.param_groups

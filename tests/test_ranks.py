@@ -171,7 +171,13 @@ def test_gradients_do_not_depend_on_microbatches_or_processes(ranks, mode):
             assert widest == {1: 1, 40: 2, 10_000: 8 // world_size}[tokens], where
             for i, (step, reference) in enumerate(zip(found["steps"], expected["steps"])):
                 difference = largest_difference(step["gradient"], reference["gradient"])
-                assert difference < 1e-6, (where, "actor" if i < 4 else "critic", i, difference)
+                # fp32 holds seven digits: entries of these gradients are sums that may be larger than 1.
+                assert difference < 1e-6 * max(1, reference["gradient"].abs().max()), (
+                    where,
+                    "actor" if i < 4 else "critic",
+                    i,
+                    difference,
+                )
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("fixed", 1e-6), ("sampled", 1e-4)])
