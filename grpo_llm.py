@@ -518,7 +518,7 @@ def group_advantages(scores, group_size, estimator):
 
 
 def overlong_penalties(lengths, max_response_length, buffer, penalty):
-    """DAPO's soft overlong punishment (2503.14476, eq. 13) of lengths (B,): 0 up to the buffer, then up to `penalty`."""
+    """DAPO's soft overlong punishment (2503.14476, eq. 13) of lengths (B,): 0 up to the buffer, `penalty` at its end"""
     return penalty * (lengths - (max_response_length - buffer)).clamp(min=0) / max(buffer, 1)
 
 
