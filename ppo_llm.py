@@ -286,6 +286,14 @@ def load_prompts(source, split, args, tokenizer):
     return kept, f"{source} ({kind}): {len(kept)} rows, {len(rows) - len(kept)} too long left out"
 
 
+def draw_prompts(rows, start, count, seed):
+    """Rows number start to start + count of the endless stream in which every epoch is a permutation of its own."""
+    epochs = range(start // len(rows), (start + count - 1) // len(rows) + 1)
+    orders = [torch.randperm(len(rows), generator=generator("epoch", seed, epoch)) for epoch in epochs]
+    first = start - epochs[0] * len(rows)
+    return [rows[i] for i in torch.cat(orders)[first : first + count].tolist()]
+
+
 def gsm8k_number(text):
     """The number after the last '####' as a Decimal; None if there is none. '#### $-1,234.' is -1234."""
     if "####" not in text:
@@ -716,7 +724,7 @@ def pack(queries, query_mask, responses, response_mask, rows, max_tokens):
             widths = lengths[row]
     microbatches = []
     for part in parts:
-        p, t = (max(column) for column in zip(*(lengths[i] for i in part)))
+        p, t = (max(1, *column) for column in zip(*(lengths[i] for i in part)))
         index = torch.tensor(part, device=queries.device)
         prompt, response = (index, slice(queries.shape[1] - p, None)), (index, slice(t))
         input_ids = torch.cat([queries[prompt], responses[response]], 1)
@@ -980,7 +988,7 @@ def main(args: Args):
             torch.cuda.synchronize()
         seconds[f"time/{name}"] += time.perf_counter() - begin
 
-    best_score, epoch, epoch_order = -math.inf, -1, []
+    best_score = -math.inf
     progress = tqdm(total=args.total_iterations, dynamic_ncols=True, file=sys.stdout)
     for iteration in range(args.total_iterations + 1):  # iteration 0 only evaluates
         seconds, metrics, moments = defaultdict(float), {}, Moments(device)
@@ -989,14 +997,8 @@ def main(args: Args):
         if iteration > 0:
             # 1. Rollout: this rank's prompts, group_size responses each.
             with phase("rollout"):
-                batch = []
-                for position in range((iteration - 1) * args.batch_size, iteration * args.batch_size):
-                    if position // len(train_rows) != epoch:  # every epoch is a permutation of its own
-                        epoch = position // len(train_rows)
-                        stream = generator("epoch", args.seed, epoch)
-                        epoch_order = torch.randperm(len(train_rows), generator=stream).tolist()
-                    batch.append(train_rows[epoch_order[position % len(train_rows)]])
-                batch = batch[rank::world_size]
+                num_drawn = (iteration - 1) * args.batch_size
+                batch = draw_prompts(train_rows, num_drawn, args.batch_size, args.seed)[rank::world_size]
                 rows = [row for row in batch for _ in range(args.group_size)]
                 queries, query_mask = left_pad([row["input_ids"] for row in batch], pad_id, device)  # (N,P)
                 # Noise of the whole global batch, of which each rank takes its rows: the same at any process count.
