@@ -953,7 +953,7 @@ def main(args: Args):
     # (k+1)*M of the global batch, at any process count.
     num_responses = args.batch_size * args.group_size
     num_minibatches = num_responses // args.minibatch_size
-    local_size = args.minibatch_size // world_size
+    local_size, local_groups = args.minibatch_size // world_size, args.batch_size // world_size
     num_steps = num_minibatches * args.ppo_epochs
     need_old_pass = num_steps > 1 or use_reference  # else the only forward pass of the update gives the old log-probs
 
@@ -1035,31 +1035,31 @@ def main(args: Args):
                 moments.add("reward/mean", scores)
                 moments.add("response/length_mean", lengths)
                 moments.add("response/truncated_frac", ~ended)
-                moments.add("group/zero_std_frac", constant)
+                if args.group_size > 1:
+                    moments.add("group/zero_std_frac", constant)
                 kept = ~(constant & args.dynamic_sampling).repeat_interleave(args.group_size)  # (B,)
                 rows += compress(drawn, kept.tolist())
                 texts += compress(drawn_texts, kept.tolist())
                 parts.append([x[kept] for x in (responses, response_mask, ended, rollout_logprobs, scores)])
-                # All ranks go by the one that has fewest groups: each takes the same number of steps.
+                # All ranks go by the one that has fewest groups, so that each takes the same number of steps.
                 num_found = len(rows) // args.group_size
                 num_groups = all_reduce(torch.tensor(num_found, device=device), dist.ReduceOp.MIN).item()
-                num_groups = min(num_groups, args.batch_size // world_size)
-                if num_groups == args.batch_size // world_size:
+                if num_groups >= local_groups:
                     break
             if num_groups == 0:
                 save_models(run_dir / "final", {".": policy}, tokenizer, accelerator)
                 what = (
-                    f"iteration {iteration}: after {len(parts)} rollouts of {args.batch_size} prompts a process has no"
+                    f"iteration {iteration}: {len(parts)} rollouts of {args.batch_size} prompts left a process with no"
                 )
-                what += f" group with a signal, all score alike; the model so far is in {run_dir}/final; change the"
+                what += f" group whose responses score differently; the model so far is in {run_dir}/final"
                 with errors_agreed(accelerator):
-                    raise UserError(f"{what} reward, the data or --temperature, or raise --max-resamples")
-            num_rows = num_groups * args.group_size
+                    raise UserError(f"{what}; change reward, data or --temperature, or raise --max-resamples")
+            num_groups = min(num_groups, local_groups)
+            num_rows = num_groups * args.group_size  # B from here on; the surplus is dropped
             rows, texts = rows[:num_rows], texts[:num_rows]
             responses, response_mask, ended, rollout_logprobs, scores = (torch.cat(p)[:num_rows] for p in zip(*parts))
-            surplus = all_reduce(torch.tensor(num_found - num_groups, device=device)).item()
-            used = {"generated": len(parts) * args.batch_size, "used": num_groups * world_size, "surplus": surplus}
-            metrics |= {f"group/{name}": number for name, number in used.items()}
+            metrics |= {"group/generated": len(parts) * args.batch_size, "group/used": num_groups * world_size}
+            metrics["group/surplus"] = all_reduce(torch.tensor(num_found - num_groups, device=device)).item()
 
             # 3. Log-probs of the policy that sampled and of the reference, by the same forward pass as in training.
             with phase("logprobs"):

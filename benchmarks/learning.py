@@ -1,22 +1,25 @@
 """Train with several seeds, one after the other, and keep the metrics in a compact form with a table of the results.
 
     python benchmarks/learning.py ppo --seeds 1 2 3 4 5
-    python benchmarks/learning.py ppo-lam1 --script ppo_llm.py --flags="--lam 1.0"
+    python benchmarks/learning.py rloo --script grpo_llm.py --flags="--estimator rloo --kl-loss-coef 0" --seeds 1 2 3
 
 Each seed is one launch on two processes, as in the README. In benchmarks/results/NAME/ it writes seed_K.csv (metrics,
-one row per iteration, four significant digits), and table.md. Draw them with benchmarks/plot.py.
+one row per iteration, four significant digits), and table.md with a line for every seed there. Draw them with
+benchmarks/plot.py.
 """
 
 import argparse
 import csv
-import json
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import plot
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = "--num_machines 1 --mixed_precision no --dynamo_backend no"
@@ -31,22 +34,34 @@ def write_compact(rows, path):
         writer.writerows([f"{row[name]:.4g}" if name in row else "" for name in names] for row in rows)
 
 
-def summarise(rows, seconds):
-    """One line of the table: scores before and after, the critic, the wall time from launch to exit."""
+def summarise(rows):
+    """One line of the table: scores before and after, the critic if there is one, times."""
     evals = [row for row in rows if "eval/score" in row]
-    explained = [
-        row["critic/explained_variance"] for row in rows if row["step"] > 5 and "critic/explained_variance" in row
-    ]
-    return {
+    explained = [row["critic/explained_variance"] for row in rows if "critic/explained_variance" in row][5:]
+    summary = {
         "sampled before": evals[0]["eval/score_sampled"],
         "sampled after (last two)": sum(row["eval/score_sampled"] for row in evals[-2:]) / 2,
         "greedy before": evals[0]["eval/score"],
         "greedy after": evals[-1]["eval/score"],
         "length before": evals[0]["eval/length_mean"],
         "length after": evals[-1]["eval/length_mean"],
-        "explained variance": sum(explained) / len(explained) if explained else float("nan"),
-        "seconds": seconds,
     }
+    if explained:
+        summary["explained variance"] = sum(explained) / len(explained)
+    summary["seconds per iteration"] = statistics.median(row["time/iteration"] for row in rows[1:])
+    return summary | {"seconds": rows[-1]["time/launch_to_exit"]}
+
+
+def make_table(folder):
+    """The table of all seeds whose metrics are in the folder, in markdown."""
+    lines = []
+    for path in sorted(folder.glob("seed_*.csv"), key=lambda path: int(path.stem[5:])):
+        (rows,) = plot.read_runs(path)
+        summary = summarise(rows)
+        cells = [f"{value:.2f}" if "seconds" in key else f"{value:.3f}" for key, value in summary.items()]
+        lines.append([path.stem[5:], *cells])
+    table = [["seed", *summary], ["---"] * (len(summary) + 1), *lines]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in table)
 
 
 def main():
@@ -62,7 +77,6 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     accelerate = Path(sys.executable).with_name("accelerate")
     parallel = f"--multi_gpu --num_processes {args.processes}" if args.processes > 1 else "--num_processes 1"
-    lines = []
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as runs:
             command = [str(accelerate), "launch", *shlex.split(f"{parallel} {LAUNCH}"), str(ROOT / args.script)]
@@ -70,21 +84,14 @@ def main():
             start = time.time()
             subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
             seconds = time.time() - start
-            rows = [json.loads(line) for line in (Path(runs) / "run" / "metrics.jsonl").read_text().splitlines()]
+            rows = plot.read_run(Path(runs) / "run")
+        rows[-1]["time/launch_to_exit"] = seconds
         write_compact(rows, folder / f"seed_{seed}.csv")
-        summary = summarise(rows, seconds)
-        print(f"seed {seed}: " + ", ".join(f"{key} {value:.3f}" for key, value in summary.items()), flush=True)
-        lines.append(
-            [str(seed), *(f"{value:.3f}" if key != "seconds" else f"{value:.0f}" for key, value in summary.items())]
-        )
-    header = ["seed", *summary]
-    table = [header, ["---"] * len(header), *lines]
-    text = "\n".join("| " + " | ".join(cells) + " |" for cells in table)
-    about = (
-        f"`{args.script} {args.flags}`".replace(" `", "`") + f", {args.processes} processes on {os.cpu_count()} cores"
-    )
-    (folder / "table.md").write_text(f"{about}\n\n{text}\n")
-    print(text)
+        print(f"seed {seed}: " + ", ".join(f"{k} {v:.3f}" for k, v in summarise(rows).items()), flush=True)
+    about = f"`{args.script} {args.flags}`".replace(" `", "`")
+    about += f", {args.processes} processes on {os.cpu_count()} cores"
+    (folder / "table.md").write_text(f"{about}\n\n{make_table(folder)}\n")
+    print(make_table(folder))
 
 
 if __name__ == "__main__":

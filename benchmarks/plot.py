@@ -2,9 +2,11 @@
 
     python benchmarks/plot.py runs/NAME [runs/OTHER ...] [--output curves.png]
     python benchmarks/plot.py benchmarks/results/ppo            # several seeds: mean and spread
+    python benchmarks/plot.py benchmarks/results/{ppo,grpo} --metrics reward/mean eval/score_sampled --x responses time
 
 Every argument is one line in each panel: a run folder (or its metrics.jsonl), or a folder of seed_*.csv files as
-benchmarks/learning.py writes them, drawn as their mean with a band from the lowest to the highest seed.
+benchmarks/learning.py writes them, drawn as their mean with a band from the lowest to the highest seed. With --metrics
+there is one row of panels for each metric, and one column for each --x: iterations, sampled responses or seconds.
 """
 
 import argparse
@@ -31,15 +33,33 @@ PANELS = [  # title, metrics drawn in it (the second dashed)
     ("critic explained variance", ["critic/explained_variance"]),
     ("gradient norm (dashed: critic)", ["actor/grad_norm", "critic/grad_norm"]),
 ]
+GROUP_PANELS = [  # in place of the critic's, when no run has one
+    ("groups whose responses score alike", ["group/zero_std_frac"]),
+    ("groups generated (dashed: used)", ["group/generated", "group/used"]),
+    ("gradient norm", ["actor/grad_norm"]),
+]
+AXES = {"iteration": "step", "responses": "responses", "time": "time/elapsed"}
+AXIS_LABELS = {"iteration": "iteration", "responses": "sampled responses", "time": "seconds"}
+
+
+def read_run(folder):
+    """Rows {"step": .., metric: ..} of a run folder, with the number of responses sampled so far in each."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if (folder / "args.json").is_file():
+        args, prompts = json.loads((folder / "args.json").read_text()), 0
+        for row in rows:
+            prompts += row.get("group/generated", args["batch_size"]) if row["step"] > 0 else 0
+            row["responses"] = prompts * args["group_size"]
+    return rows
 
 
 def read_runs(path):
     """The runs behind one argument: a list of [{"step": .., metric: ..}, ...]. Exits when there are none."""
     path = Path(path)
+    if path.name == "metrics.jsonl" and path.is_file():
+        path = path.parent
     if (path / "metrics.jsonl").is_file():
-        path = path / "metrics.jsonl"
-    if path.is_file() and path.suffix == ".jsonl":
-        return [[json.loads(line) for line in path.read_text().splitlines()]]
+        return [read_run(path)]
     files = sorted(path.glob("seed_*.csv")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise SystemExit(f"error: {path} is neither a run folder (metrics.jsonl) nor a folder of seed_*.csv files")
@@ -50,12 +70,27 @@ def read_runs(path):
     return runs
 
 
-def curve(runs, metric):
-    """(steps, mean, lowest, highest) over the runs, at the steps that all of them have."""
-    series = [{int(row["step"]): row[metric] for row in run if metric in row} for run in runs]
+def curve(runs, metric, x="step"):
+    """(x, mean, lowest, highest) over the runs, at the steps that all of them have; x is a mean as well."""
+    series = [{int(row["step"]): row for row in run if metric in row and x in row} for run in runs]
     steps = sorted(set.intersection(*(set(points) for points in series)))
-    columns = [[points[step] for points in series] for step in steps]
-    return steps, [sum(c) / len(c) for c in columns], [min(c) for c in columns], [max(c) for c in columns]
+    columns = [[points[step][metric] for points in series] for step in steps]
+    places = [sum(points[step][x] for points in series) / len(series) for step in steps]
+    return places, [sum(c) / len(c) for c in columns], [min(c) for c in columns], [max(c) for c in columns]
+
+
+def draw(axis, groups, metrics, x="step"):
+    """One line for each of groups [(label, runs)], the second of two metrics dashed."""
+    for i, (label, runs) in enumerate(groups):
+        for metric, style in zip(metrics, ("-", "--")):
+            places, mean, low, high = curve(runs, metric, x)
+            if places:
+                name = f"{label} ({len(runs)} seeds)" if len(runs) > 1 else label
+                axis.plot(places, mean, style, color=f"C{i}", linewidth=1.5, label=name if style == "-" else None)
+                axis.fill_between(places, low, high, color=f"C{i}", alpha=0.15, linewidth=0)
+    axis.grid(alpha=0.3)
+    if not axis.lines:
+        axis.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axis.transAxes, color="gray")
 
 
 def main():
@@ -64,29 +99,37 @@ def main():
     parser.add_argument("--output", default="curves.png", help="file to write (default: curves.png)")
     parser.add_argument("--labels", nargs="+", help="one label per argument (default: the folder names)")
     parser.add_argument("--title", default="")
+    parser.add_argument("--metrics", nargs="+", help="one row of panels each (default: an overview)")
+    parser.add_argument("--x", nargs="+", choices=AXES, default=["iteration"], help="one column of panels each")
     args = parser.parse_args()
     labels = args.labels or [Path(run).resolve().name for run in args.runs]
     if len(labels) != len(args.runs):
         parser.error(f"{len(labels)} labels for {len(args.runs)} arguments")
     groups = [(label, read_runs(run)) for label, run in zip(labels, args.runs)]
 
-    figure, axes = plt.subplots(3, 4, figsize=(15, 8.5), constrained_layout=True)
-    for axis, (title, metrics) in zip(axes.flat, PANELS):
-        for i, (label, runs) in enumerate(groups):
-            for metric, style in zip(metrics, ("-", "--")):
-                steps, mean, low, high = curve(runs, metric)
-                if steps:
-                    name = f"{label} ({len(runs)} seeds)" if len(runs) > 1 else label
-                    axis.plot(steps, mean, style, color=f"C{i}", linewidth=1.5, label=name if style == "-" else None)
-                    axis.fill_between(steps, low, high, color=f"C{i}", alpha=0.15, linewidth=0)
-        axis.set_title(title, fontsize=10)
-        axis.grid(alpha=0.3)
-        if not axis.lines:
-            axis.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axis.transAxes, color="gray")
-    for axis in axes[-1]:
-        axis.set_xlabel("iteration")
-    axes.flat[0].set_ylim(0, 1)
-    axes.flat[0].legend(loc="lower right", fontsize=8)
+    if args.metrics:
+        size = (max(6, 5.5 * len(args.x)), 0.6 + 3.4 * len(args.metrics))
+        figure, axes = plt.subplots(
+            len(args.metrics), len(args.x), figsize=size, constrained_layout=True, squeeze=False
+        )
+        for line, metric in zip(axes, args.metrics):
+            for axis, x in zip(line, args.x):
+                draw(axis, groups, [metric], AXES[x])
+                axis.set_ylabel(metric)
+        for axis, x in zip(axes[-1], args.x):
+            axis.set_xlabel(AXIS_LABELS[x])
+        axes[0][0].legend(fontsize=8)
+    else:
+        has_critic = any("critic/loss" in row for _, runs in groups for run in runs for row in run)
+        panels = PANELS if has_critic else PANELS[:-3] + GROUP_PANELS
+        figure, axes = plt.subplots(3, 4, figsize=(15, 8.5), constrained_layout=True)
+        for axis, (title, metrics) in zip(axes.flat, panels):
+            draw(axis, groups, metrics)
+            axis.set_title(title, fontsize=10)
+        for axis in axes[-1]:
+            axis.set_xlabel("iteration")
+        axes.flat[0].set_ylim(0, 1)
+        axes.flat[0].legend(loc="lower right", fontsize=8)
     figure.suptitle(args.title)
     figure.savefig(args.output, dpi=100)
     print(f"wrote {args.output}")

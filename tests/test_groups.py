@@ -316,7 +316,7 @@ def test_every_group_constant_stops_at_the_cap(grpo_run, keep_data, spy, tmp_pat
     message = error.value.code
     assert message.startswith("error: iteration 1: ") and "\n" not in message and len(message) < 500
     assert all(
-        part in message for part in ("--max-resamples", "--temperature", "3 rollouts of 4 prompts", "score alike")
+        part in message for part in ("--max-resamples", "--temperature", "3 rollouts of 4 prompts", "score differently")
     )
     assert (tmp_path / "runs" / "constant" / "final" / "model.safetensors").is_file()  # nothing learned is lost
 
