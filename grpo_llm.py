@@ -1,28 +1,31 @@
 """GRPO and its family for language models in one file: no critic, groups of responses are each other's baseline.
 
 The model answers every prompt group_size times, a reward function scores the answers, and the policy is pushed towards
-those that scored better than the others of their group. With the tokens of answer i as actions a_t, its score s_i:
+those that scored better than the others of their group. With the answer's tokens as actions a_t, the text before each
+as state s_t, and r_i the score of answer i:
 
-    reward          R_i   = s_i - beta*sum_t KL(pi_old || pi_ref)_t                          (beta 0 unless asked for)
-    advantage       A_i   = (R_i - mean of the group) / std of the group     GRPO            (DeepSeekMath, 2402.03300)
-                          = R_i - mean of the group                          Dr.GRPO         (2503.20783)
-                          = R_i - mean of the others of the group            RLOO            (2402.14740)
-                          = R_i - mean of the group, then whitened over all  REINFORCE++     (2501.03262)
-    ratio           rho_t = pi(a_t|s_t) / pi_old(a_t|s_t), or its geometric mean over the answer (GSPO, 2507.18071)
-    loss                  = mean of max(-A*rho, -A*clip(rho, 1-lo, 1+hi)) + c_KL*KL - c_H*H   (mean as in --loss-agg)
+    reward          R_i   = r_i - beta*sum_t KL(pi_old || pi_ref)_t                   (beta, --kl-reward-coef, may be 0)
+    advantage       A_i   = (R_i - mean of the group) / std of the group     GRPO         (DeepSeekMath, 2402.03300)
+                          = R_i - mean of the group                          Dr.GRPO      (2503.20783)
+                          = R_i - mean of the others of the group            RLOO         (2402.14740)
+                          = R_i, whitened over the batch                     REINFORCE++  (2501.03262; groups of one)
+                          = R_i - mean of the group, then whitened           REINFORCE++ with baseline
+    ratio           rho_t = pi(a_t|s_t) / pi_old(a_t|s_t), or its geometric mean over the answer      (GSPO, 2507.18071)
+    loss                  = mean of max(-A*rho, -A*clip(rho, 1-lo, 1+hi)) - c_H*H + c_KL*KL
 
-DAPO (2503.14476) is GRPO with four parts that are flags here: --clip-high, --dynamic-sampling, --loss-agg token-mean,
---overlong-buffer. The README has one command line for each named algorithm.
+An estimator alone is not yet its paper's algorithm: the kind of mean (--loss-agg) and the place of the KL differ too,
+and DAPO (2503.14476) is GRPO with --clip-high, --dynamic-sampling, --loss-agg token-mean and --overlong-buffer, without
+KL. The README has the line of flags for each name.
 
 `main` is the algorithm: the numbered phases of ppo_llm.py without those of the critic (4 and 7), then logging,
 evaluation and saving. Everything above it is what a phase needs: data and reward, the model, the mathematics, sampling.
-Departures from the papers: one denominator per optimizer step, so that a response weighs the same whatever the
-micro-batch or process count; the reference is never moved; REINFORCE++ is whitened over responses, not tokens.
+Departures from the papers: the reference is never moved; a KL in the reward counts for the whole answer, not from each
+token on; REINFORCE++ is whitened over answers, not tokens; dynamic sampling fills each process's share by itself.
+One denominator per optimizer step: a token or answer weighs the same whatever the micro-batch or process count.
 
 Launch (the default model and data lie in benchmarks/tiny/):
-    accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \
-        grpo_llm.py
-    python grpo_llm.py --help
+  accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no grpo_llm.py
+  python grpo_llm.py --help
 
 Shapes in comments: N prompts and B = N*group_size responses on this process, P prompt tokens, T response tokens.
 """
@@ -110,11 +113,11 @@ class Args:
     overlong_buffer: int = 0
     """last tokens of --max-response-length in which the score falls, linearly, by --overlong-penalty (DAPO; 0: off)"""
     overlong_penalty: float = 1.0
-    """what a response of the full length loses"""
+    """what a response of the full length loses, with --overlong-buffer"""
     dynamic_sampling: bool = False
     """drop groups whose responses the reward function scores alike, and sample other prompts in their place (DAPO)"""
     max_resamples: int = 3
-    """rollouts that dynamic sampling may add to an iteration's first"""
+    """rollouts that --dynamic-sampling may add to an iteration; then it trains on what every process has found"""
 
     # update
     total_iterations: int = 40
@@ -146,19 +149,19 @@ class Args:
     loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
         "seq-mean-token-mean"
     )
-    """how token losses become one number (policy, KL, entropy)"""
+    """how token losses become one number; -norm divides each response's sum by --max-response-length"""
     importance_level: Literal["token", "sequence"] = "token"
-    """ratio of every token, or one for the whole response (GSPO, which clips at 3e-4 and 4e-4)"""
+    """one ratio per token, or per response (GSPO, with --loss-agg seq-mean-token-mean and clips of 3e-4 and 4e-4)"""
     target_kl: float | None = None
     """stop this iteration's actor updates before a step whose approximate KL to the old policy is above this"""
 
     # advantages
     estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
-    """what a response is compared with, and how that is scaled: see the top of this file"""
+    """score - group mean (dr_grpo), over group std (grpo), whitened over all (reinforce_pp); rloo: - mean of others"""
 
     # KL to the reference (the model as it was at the start)
     kl_reward_coef: float = 0.0
-    """weight of the KL penalty in the token rewards"""
+    """weight of the KL penalty in the reward of a response"""
     kl_reward_kind: KLKind = "k1"
     """its estimator"""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
@@ -501,11 +504,11 @@ def constant_groups(scores, group_size):
 
 
 def group_advantages(scores, group_size, estimator):
-    """Advantages (B,) of responses with these scores (B,), groups contiguous. With mean and std those of the group,
+    """Advantages (B,) of responses with these scores (B,), groups contiguous; exactly 0 in a constant group.
 
-    grpo (s - mean) / (std + 1e-6), unbiased std; dr_grpo s - mean; rloo s - mean of the others; reinforce_pp s - mean,
-    or s in groups of one, whitened over the responses of all ranks (every rank must call it; verl whitens over tokens).
-    A constant group gets exactly 0. Raises ValueError for groups of one where there is nothing to compare with.
+    grpo: (s - mean) / (std + 1e-6), mean and unbiased std those of the group. dr_grpo: s - mean. rloo: s - mean of the
+    others. reinforce_pp: s - mean, or s in groups of one, whitened over the responses of all ranks (every rank must
+    call it; verl whitens over tokens). Raises ValueError for groups of one where there is nothing to compare with.
     """
     if group_size == 1 and estimator != "reinforce_pp":
         raise ValueError(f"{estimator} needs groups of two or more")
@@ -526,14 +529,18 @@ def group_advantages(scores, group_size, estimator):
 
 
 def overlong_penalties(lengths, max_response_length, buffer, penalty):
-    """DAPO's soft overlong punishment (2503.14476, eq. 13) of lengths (B,): 0 up to the buffer, `penalty` at its end"""
+    """DAPO's soft overlong punishment (2503.14476, eq. 13) of lengths (B,), to be subtracted from the scores.
+
+    0 until the last `buffer` tokens, then rising linearly to `penalty` at the full length; always 0 without a buffer.
+    """
     return penalty * (lengths - (max_response_length - buffer)).clamp(min=0) / max(buffer, 1)
 
 
 def sequence_level(logprobs, old_logprobs, mask):
     """Log-probs (B,T) whose ratio to old_logprobs is, at every token, its geometric mean over the response.
 
-    GSPO (2507.18071, eq. 7). For `policy_loss`: with one advantage per response the gradient is that of the paper.
+    GSPO (2507.18071, eq. 7). In `policy_loss`, with one advantage per response and the mean of means over sequences
+    (seq-mean-token-mean), it gives the paper's loss and gradient.
     """
     mean_log_ratio = masked_mean(logprobs - old_logprobs, mask, 1)  # (B,)
     return torch.where(mask, old_logprobs + mean_log_ratio[:, None], 0)
@@ -737,7 +744,7 @@ def pack(queries, query_mask, responses, response_mask, rows, max_tokens):
 
 @torch.no_grad()
 def forward_all(model, minibatches, response_mask, *extra):
-    """Log-probs of a Policy or values of a Critic for every micro-batch, put together as (B,T); 0 outside the mask."""
+    """What the model says of each token (a Policy: log-probs) for every micro-batch, as one (B,T); 0 if masked."""
     result = torch.zeros(response_mask.shape, device=response_mask.device)
     for mb in (mb for microbatches in minibatches for mb in microbatches):
         output = model(*mb.inputs, *extra)
@@ -950,7 +957,7 @@ def main(args: Args):
     kl_controller = AdaptiveKL(args.kl_reward_coef, args.kl_target, args.kl_horizon)
 
     # Batch arithmetic. Prompts are dealt to the ranks like cards, so that minibatch k is the same set of rows, k*M to
-    # (k+1)*M of the global batch, at any process count.
+    # (k+1)*M of the global batch, at any process count (of those each rank kept, with --dynamic-sampling).
     num_responses = args.batch_size * args.group_size
     num_minibatches = num_responses // args.minibatch_size
     local_size, local_groups = args.minibatch_size // world_size, args.batch_size // world_size
@@ -975,13 +982,22 @@ def main(args: Args):
     say(f"  memory     {gib:.2f} GiB of model state per device: 16 bytes per trained, 4 per frozen parameter")
     say(f"  train      {train_summary}\n  eval       {eval_summary}\n  reward     {args.reward}")
     say(f"  batch      {args.batch_size} prompts x {args.group_size} = {num_responses} responses per iteration")
-    say(f"  advantage  {args.estimator} over groups of {args.group_size}")
+    say(
+        f"  loss       {args.estimator}, {args.importance_level} ratio clipped at -{args.clip_low} +{args.clip_high}, ",
+        end="",
+    )
+    say(f"{args.loss_agg}, dynamic sampling {'on' if args.dynamic_sampling else 'off'}")
     say(f"  steps      {num_minibatches} minibatches of {args.minibatch_size} ({local_size} per process)", end="")
     say(f" x {args.ppo_epochs} epoch(s) = {num_steps} optimizer steps per iteration")
     if num_steps == 1:
         say("  note       one minibatch, one epoch: the ratio is always 1 and clipping cannot fire")
     if args.top_p < 1 or args.top_k > 0:
         say("  warning    top-p/top-k truncate what is sampled but not the log-probs: the ratio is biased")
+    if args.kl_reward_coef > 0 and args.estimator == "grpo":
+        say(
+            "  warning    grpo divides by the group's std: where scores tie, the KL in the reward decides, whatever its"
+        )
+        say("             coefficient; prefer --kl-loss-coef, or --estimator dr_grpo or rloo")
     if args.kl_loss_coef > 0 and args.kl_loss_kind == "k1":
         say("  warning    k1 in the loss has zero expected gradient: noise, and no pull to the reference")
     say(f"  run folder {run_dir}", flush=True)
@@ -1004,7 +1020,7 @@ def main(args: Args):
             # Phases 1 and 2 once, or with --dynamic-sampling until every rank has its share of groups with a signal.
             rows, texts, parts = [], [], []
             noise = generator("rollout", args.seed, iteration)
-            for _ in range(1 + args.max_resamples * args.dynamic_sampling):
+            for _ in range(1 + args.max_resamples if args.dynamic_sampling else 1):
                 # 1. Rollout: this rank's prompts, group_size responses each.
                 with phase("rollout"):
                     batch = draw_prompts(train_rows, num_drawn, args.batch_size, args.seed)[rank::world_size]
@@ -1027,7 +1043,7 @@ def main(args: Args):
                 with phase("reward"), errors_agreed(accelerator):
                     drawn_texts = decode(tokenizer, responses, response_mask)
                     scores = torch.tensor(compute_scores(reward_function, drawn, drawn_texts), device=device)  # (B,)
-                    constant = constant_groups(scores, args.group_size)  # (N,) before the penalties: signal of the task
+                    constant = constant_groups(scores, args.group_size)  # (N,) by the task alone: length is no signal
                     scores = scores - args.missing_eos_penalty * ~ended
                     overlong = args.max_response_length, args.overlong_buffer, args.overlong_penalty
                     scores = scores - overlong_penalties(lengths, *overlong)
@@ -1054,8 +1070,9 @@ def main(args: Args):
                 what += f" group whose responses score differently; the model so far is in {run_dir}/final"
                 with errors_agreed(accelerator):
                     raise UserError(f"{what}; change reward, data or --temperature, or raise --max-resamples")
+            # From here on B, and every name, is of what is kept; the surplus goes.
             num_groups = min(num_groups, local_groups)
-            num_rows = num_groups * args.group_size  # B from here on; the surplus is dropped
+            num_rows = num_groups * args.group_size
             rows, texts = rows[:num_rows], texts[:num_rows]
             responses, response_mask, ended, rollout_logprobs, scores = (torch.cat(p)[:num_rows] for p in zip(*parts))
             metrics |= {"group/generated": len(parts) * args.batch_size, "group/used": num_groups * world_size}
@@ -1068,7 +1085,7 @@ def main(args: Args):
                 tokens = queries, query_mask, responses, response_mask
                 shares = [range(len(rows))[i : i + local_size] for i in range(0, len(rows), local_size)]
                 minibatches = [pack(*tokens, share, args.microbatch_tokens) for share in shares]
-                # Tokens of every optimizer step, over all ranks: the denominators of the losses.
+                # Responses and tokens of every optimizer step, over all ranks: the denominators of the losses.
                 step_sequences = [len(share) * world_size for share in shares]
                 step_tokens = all_reduce(torch.stack([lengths[share].sum() for share in shares])).tolist()
                 old_logprobs = torch.zeros_like(rollout_logprobs)  # (B,T)
@@ -1122,8 +1139,8 @@ def main(args: Args):
                         with torch.no_grad():
                             log_ratio = (mb_logprobs - mb_old_logprobs).clamp(-20, 20)
                             approx_kl = log_ratio.exp() - 1 - log_ratio  # k3: never negative, little variance
-                            ratio = (mb_ratio_logprobs - mb_old_logprobs).clamp(-20, 20).exp()
-                            good, bad = mb_advantages > 0, mb_advantages < 0
+                            log_ratio = (mb_ratio_logprobs - mb_old_logprobs).clamp(-20, 20)
+                            ratio, good, bad = log_ratio.exp(), mb_advantages > 0, mb_advantages < 0
                             clipped = (good & (ratio > 1 + args.clip_high)) | (bad & (ratio < 1 - args.clip_low))
                             step_loss += loss
                             step_kl += approx_kl.sum() / step_tokens[k]
@@ -1154,12 +1171,12 @@ def main(args: Args):
             if need_old_pass:  # sampling and training should agree; precision and kernels make them differ
                 moments.add("rollout/logprob_diff", (old_logprobs - rollout_logprobs).abs(), response_mask)
             means, stds = moments.reduce()
-            metrics |= means
+            metrics |= {name: mean for name, mean in means.items() if "/" in name}
             metrics |= {f"{name}/std": stds[f"{name}/mean"] for name in ("reward", "advantage")}
             metrics["actor/lr"] = args.lr * factor
             metrics["actor/ratio_max"] = all_reduce(ratio_max, dist.ReduceOp.MAX).item()
             if args.kl_controller == "adaptive":
-                kl_controller.update(metrics["kl/mean"], num_responses)
+                kl_controller.update(metrics["kl/mean"], num_rows * world_size)
             num_tokens = all_reduce(query_mask.sum() + response_mask.sum()).item()
             seconds["time/iteration"] = sum(seconds.values())
             metrics |= seconds | {"throughput/tokens_per_second": num_tokens / seconds["time/iteration"]}

@@ -15,8 +15,8 @@ critic share no weights (each has its own optimizer); advantages are whitened ov
 together; one denominator per optimizer step, so that a token weighs the same whatever the micro-batch or process count.
 
 Launch (the default model and data lie in benchmarks/tiny/):
-    accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no ppo_llm.py
-    python ppo_llm.py --help
+  accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no ppo_llm.py
+  python ppo_llm.py --help
 
 Shapes in comments: N prompts and B = N*group_size responses on this process, P prompt tokens, T response tokens.
 """
@@ -735,7 +735,7 @@ def pack(queries, query_mask, responses, response_mask, rows, max_tokens):
 
 @torch.no_grad()
 def forward_all(model, minibatches, response_mask, *extra):
-    """Log-probs of a Policy or values of a Critic for every micro-batch, put together as (B,T); 0 outside the mask."""
+    """What the model says of each token (a Policy: log-probs) for every micro-batch, as one (B,T); 0 if masked."""
     result = torch.zeros(response_mask.shape, device=response_mask.device)
     for mb in (mb for microbatches in minibatches for mb in microbatches):
         output = model(*mb.inputs, *extra)
@@ -988,7 +988,7 @@ def main(args: Args):
             torch.cuda.synchronize()
         seconds[f"time/{name}"] += time.perf_counter() - begin
 
-    best_score = -math.inf
+    best_score, num_drawn = -math.inf, 0
     progress = tqdm(total=args.total_iterations, dynamic_ncols=True, file=sys.stdout)
     for iteration in range(args.total_iterations + 1):  # iteration 0 only evaluates
         seconds, metrics, moments = defaultdict(float), {}, Moments(device)
@@ -997,13 +997,14 @@ def main(args: Args):
         if iteration > 0:
             # 1. Rollout: this rank's prompts, group_size responses each.
             with phase("rollout"):
-                num_drawn = (iteration - 1) * args.batch_size
                 batch = draw_prompts(train_rows, num_drawn, args.batch_size, args.seed)[rank::world_size]
+                num_drawn += args.batch_size
                 rows = [row for row in batch for _ in range(args.group_size)]
                 queries, query_mask = left_pad([row["input_ids"] for row in batch], pad_id, device)  # (N,P)
+                noise = generator("rollout", args.seed, iteration)
                 # Noise of the whole global batch, of which each rank takes its rows: the same at any process count.
                 shape = (args.batch_size, args.group_size, args.max_response_length)
-                uniforms = torch.rand(shape, generator=generator("rollout", args.seed, iteration), dtype=torch.float64)
+                uniforms = torch.rand(shape, generator=noise, dtype=torch.float64)
                 uniforms = uniforms[rank::world_size].flatten(0, 1).to(device)  # (B,T)
                 actor, sampling = accelerator.unwrap_model(policy).model, (args.temperature, args.top_p, args.top_k)
                 inputs = queries, query_mask, uniforms, eos_ids, pad_id
@@ -1021,11 +1022,12 @@ def main(args: Args):
 
             # 3. Log-probs of the policy that sampled and of the reference, by the same forward pass as in training.
             with phase("logprobs"):
-                queries, query_mask = (x.repeat_interleave(args.group_size, 0) for x in (queries, query_mask))  # (B,P)
+                queries, query_mask = left_pad([row["input_ids"] for row in rows], pad_id, device)  # (B,P)
                 tokens = queries, query_mask, responses, response_mask
                 shares = [range(len(rows))[i : i + local_size] for i in range(0, len(rows), local_size)]
                 minibatches = [pack(*tokens, share, args.microbatch_tokens) for share in shares]
-                # Tokens of every optimizer step, over all ranks: the denominators of the losses.
+                # Responses and tokens of every optimizer step, over all ranks: the denominators of the losses.
+                step_sequences = [len(share) * world_size for share in shares]
                 step_tokens = all_reduce(torch.stack([lengths[share].sum() for share in shares])).tolist()
                 old_logprobs = torch.zeros_like(rollout_logprobs)  # (B,T)
                 if need_old_pass:
@@ -1074,14 +1076,14 @@ def main(args: Args):
                             if args.kl_loss_coef > 0:
                                 mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb.at], args.kl_loss_kind)
                                 mb_losses = mb_losses + args.kl_loss_coef * mb_kl
-                            counts = step_tokens[k], args.minibatch_size, args.max_response_length
+                            counts = step_tokens[k], step_sequences[k], args.max_response_length
                             loss = aggregate(mb_losses, mb_mask, args.loss_agg, *counts)
                             # DDP averages over ranks, `loss` is a share of a sum.
                             accelerator.backward(loss * world_size)
                         with torch.no_grad():
                             log_ratio = (mb_logprobs - mb_old_logprobs).clamp(-20, 20)
+                            approx_kl = log_ratio.exp() - 1 - log_ratio  # k3: never negative, little variance
                             ratio, good, bad = log_ratio.exp(), mb_advantages > 0, mb_advantages < 0
-                            approx_kl = ratio - 1 - log_ratio  # k3: never negative, little variance
                             clipped = (good & (ratio > 1 + args.clip_high)) | (bad & (ratio < 1 - args.clip_low))
                             step_loss += loss
                             step_kl += approx_kl.sum() / step_tokens[k]
