@@ -29,9 +29,34 @@ def load_script(name):
     return sys.modules[name]
 
 
+SCRIPTS = "ppo_llm", "grpo_llm"
+CRITIC_FLAGS = {"critic_model", "critic_lr", "critic_warmup_iterations", "value_clip"}
+CRITIC_FLAGS |= {"gamma", "lam", "whiten_advantages"}
+
+
+# Of a module's scope, so that the tests of one file stay together. Tests of a costly fixture that depends on it (two
+# ranks, a launch) must not parametrise it themselves: pytest would make that fixture anew for every test.
+@pytest.fixture(scope="module", params=SCRIPTS)
+def algo(request):
+    """Each script in turn, as a module. `only_ppo` and `only_grpo` keep a test that uses it to one of them."""
+    return load_script(request.param)
+
+
+only_ppo, only_grpo = (pytest.mark.parametrize("algo", [name], indirect=True) for name in SCRIPTS)
+
+
 @pytest.fixture(scope="session")
 def ppo():
     return load_script("ppo_llm")
+
+
+def has_critic(algo):
+    return hasattr(algo, "Critic")
+
+
+def make_args(algo, **flags):
+    """Args of a script; flags of the critic are left out where there is none."""
+    return algo.Args(**{k: v for k, v in flags.items() if has_critic(algo) or k not in CRITIC_FLAGS})
 
 
 @pytest.fixture(autouse=True)
@@ -125,13 +150,14 @@ def toy_reward(tmp_path_factory):
 
 
 @pytest.fixture
-def toy_args(ppo, tiny_model, toy_data, toy_reward, tmp_path):
-    """Arguments of a run that takes about a second; keyword arguments override."""
+def toy_args(algo, tiny_model, toy_data, toy_reward, tmp_path):
+    """Arguments of a run of 8 responses that takes about a second; keyword arguments override."""
+    sizes = {"batch_size": 8, "group_size": 1} if has_critic(algo) else {"batch_size": 4, "group_size": 2}
 
     def make(**changes):
         base = {"model": tiny_model, "dataset": toy_data, "reward": toy_reward, "output_dir": str(tmp_path / "runs")}
-        base |= {"batch_size": 8, "minibatch_size": 4, "max_response_length": 10, "total_iterations": 2}
-        return ppo.Args(**base | {"eval_every": 0, "lr": 1e-3} | changes)
+        base |= sizes | {"minibatch_size": 4, "max_response_length": 10, "total_iterations": 2}
+        return make_args(algo, **base | {"eval_every": 0, "lr": 1e-3} | changes)
 
     return make
 
@@ -141,13 +167,13 @@ def read_metrics(run_dir):
 
 
 @pytest.fixture
-def toy_run(ppo, toy_args, tmp_path):
+def toy_run(algo, toy_args, tmp_path):
     """Runs `main` with toy_args(**changes): (run folder, its metrics). May be called several times in one test."""
 
     def run(**changes):
         AcceleratorState._reset_state(True)
         name = f"run{len(list((tmp_path / 'runs').glob('run*')))}"  # default names have a resolution of one second
-        run_dir = ppo.main(toy_args(**{"run_name": name} | changes))
+        run_dir = algo.main(toy_args(**{"run_name": name} | changes))
         return run_dir, read_metrics(run_dir)
 
     return run

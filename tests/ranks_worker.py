@@ -1,8 +1,8 @@
 """Runs every scenario of test_ranks.py one after the other, as one of two ranks or alone, and saves what happened.
 
-    python ranks_worker.py FOLDER        RANK, WORLD_SIZE, ... in the environment make it a rank
+    python ranks_worker.py SCRIPT FOLDER        RANK, WORLD_SIZE, ... in the environment make it a rank
 
-FOLDER holds the model, data and rewards.
+SCRIPT is ppo_llm or grpo_llm; FOLDER holds the model, data and rewards.
 """
 
 import os
@@ -18,10 +18,10 @@ from accelerate.state import AcceleratorState, PartialState
 from test_ranks import LOSS_AGGS, MICROBATCH_TOKENS
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-FOLDER = Path(sys.argv[1])
+SCRIPT, FOLDER = sys.argv[1], Path(sys.argv[2])
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SAVED = FOLDER / f"{WORLD}-{RANK}"
-ppo = conftest.load_script("ppo_llm")
+algo = conftest.load_script(SCRIPT)
 
 
 GROUP_SIZE = 2
@@ -41,7 +41,7 @@ def fixed_responses(model, queries, query_mask, uniforms, eos_ids, pad_id, *samp
     responses = torch.full((num_rows, width), pad_id)
     for i in range(num_rows):
         prompt = global_prompt(i)
-        noise = ppo.generator("fixed", prompt, i % GROUP_SIZE)
+        noise = algo.generator("fixed", prompt, i % GROUP_SIZE)
         length = 1 + int(torch.randint(2 if prompt % 2 else width + 2, (), generator=noise))
         responses[i, :length] = torch.randint(3, model.config.vocab_size, (width,), generator=noise)[:length]
         if length <= width:
@@ -51,7 +51,7 @@ def fixed_responses(model, queries, query_mask, uniforms, eos_ids, pad_id, *samp
 
 def drifted(has_drifted):
     """In place of `forward_all`: old log-probs 1.5 too high in responses to prompts for which has_drifted(place)."""
-    forward_all = ppo.forward_all
+    forward_all = algo.forward_all
 
     def patched(model, minibatches, response_mask, *extra):
         result = forward_all(model, minibatches, response_mask, *extra)
@@ -73,7 +73,7 @@ class SGD(torch.optim.SGD):
 def record(name, sgd=True, generate=fixed_responses, forward_all=None, **changes):
     """Runs `main` and saves rows of every minibatch, micro-batch sizes, optimizer steps and final weights."""
     found = {"minibatches": [], "sizes": [], "steps": [], "weights": {}}
-    pack, save_models = ppo.pack, ppo.save_models
+    pack, save_models = algo.pack, algo.save_models
 
     def spy_pack(queries, query_mask, responses, response_mask, rows, max_tokens):
         result = pack(queries, query_mask, responses, response_mask, rows, max_tokens)
@@ -109,10 +109,15 @@ def record(name, sgd=True, generate=fixed_responses, forward_all=None, **changes
         "ppo_epochs": 2,
         "max_grad_norm": 1e9,
         "kl_reward_coef": 0.0,
+        "kl_loss_coef": 0.0,
     }
     with ExitStack() as stack:
-        patches = [(ppo, "pack", spy_pack), (ppo, "save_models", spy_save), (ppo, "generate", generate or ppo.generate)]
-        patches += [(ppo, "forward_all", forward_all or ppo.forward_all)]
+        patches = [
+            (algo, "pack", spy_pack),
+            (algo, "save_models", spy_save),
+            (algo, "generate", generate or algo.generate),
+        ]
+        patches += [(algo, "forward_all", forward_all or algo.forward_all)]
         patches += [(torch.optim, "AdamW", SGD)] if sgd else []
         patches += [(PartialState, "destroy_process_group", lambda *a: None)]  # the next run needs it
         for patch in patches:
@@ -120,11 +125,11 @@ def record(name, sgd=True, generate=fixed_responses, forward_all=None, **changes
         hook = register_optimizer_step_pre_hook(spy_step)
         stack.callback(hook.remove)
         stack.callback(AcceleratorState._reset_state, True)
-        ppo.main(ppo.Args(**base | changes))
+        algo.main(conftest.make_args(algo, **base | changes))
     torch.save(found, SAVED / f"{name}.pt")
 
 
-# Every term of both losses, so that each needs the right denominator.
+# Every term of the losses, so that each needs the right denominator.
 ALL_TERMS = {"kl_reward_coef": 0.1, "kl_loss_coef": 0.1, "entropy_coef": 0.05, "value_clip": 0.05, "dual_clip": 3.0}
 MOMENTS = {  # per rank: a row of values, and which of them count
     "unequal": (([1.0, 2, 4, 50], [1, 1, 1, 0]), ([-3.0, 8, 8, 8], [1, 0, 0, 0])),
@@ -142,7 +147,7 @@ def moments():
     for name, shards in MOMENTS.items():
         x, mask = (torch.tensor(part) for part in zip(*(shards[RANK : RANK + 1] if WORLD > 1 else shards)))
         x = torch.where(mask.bool(), x, torch.nan)
-        result[name] = ppo.masked_whiten(x, mask.bool()), ppo.global_moments(x, mask.bool())
+        result[name] = algo.masked_whiten(x, mask.bool()), algo.global_moments(x, mask.bool())
     torch.save(result, SAVED / "moments.pt")
     AcceleratorState._reset_state(True)
 
@@ -160,6 +165,10 @@ def scenarios():
                 **ALL_TERMS,
             )
     record("fixed", total_iterations=3, minibatch_size=4, **ALL_TERMS)
+    own = {"estimator": "reinforce_pp", "importance_level": "sequence"}  # advantages that span the ranks
+    if conftest.has_critic(algo):
+        own = {"whiten_advantages": False, "gamma": 0.9, "critic_warmup_iterations": 1}
+    record("own", total_iterations=2, **ALL_TERMS, **own)
     evaluation = {"eval_dataset": str(FOLDER / "eval5.jsonl"), "eval_every": 1}
     schedule = {"lr_schedule": "linear", "warmup_iterations": 2, "lr": 1e-3, "critic_lr": 1e-3}
     adaptive = {"kl_controller": "adaptive", "kl_horizon": 100.0, "missing_eos_penalty": 0.3, "max_grad_norm": 0.5}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model, make_tokenizer, toy_rows, write_rows
+from conftest import SCRIPTS, has_critic, make_model, make_tokenizer, only_grpo, only_ppo, toy_rows, write_rows
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -15,19 +15,26 @@ from transformers import (
 )
 
 SIZES = "max_prompt_length max_response_length batch_size group_size ppo_epochs minibatch_size microbatch_tokens"
-POSITIVE = f"{SIZES} temperature max_grad_norm kl_target kl_horizon value_clip target_kl top_p".split()
-NOT_NEGATIVE = "total_iterations top_k lr critic_lr warmup_iterations critic_warmup_iterations weight_decay clip_low"
-NOT_NEGATIVE += " seed clip_high missing_eos_penalty entropy_coef gamma lam kl_reward_coef kl_loss_coef eval_every"
+POSITIVE = f"{SIZES} temperature max_grad_norm kl_target kl_horizon target_kl top_p"
+NOT_NEGATIVE = "total_iterations top_k lr warmup_iterations weight_decay clip_low"
+NOT_NEGATIVE += " seed clip_high missing_eos_penalty entropy_coef kl_reward_coef kl_loss_coef eval_every"
+
+
+def for_each_script(names, shared, ppo=(), grpo=()):
+    """Parametrises a test with the values that concern both scripts and those that concern one."""
+    cases = [(script, value) for script, own in zip(SCRIPTS, (ppo, grpo)) for value in [*shared, *own]]
+    cases = [(script, *value) if isinstance(value, tuple) else (script, value) for script, value in cases]
+    return pytest.mark.parametrize(f"algo, {names}", cases, indirect=["algo"])
 
 
 @pytest.fixture
-def refusal(ppo, toy_args, tmp_path, monkeypatch):
+def refusal(algo, toy_args, tmp_path, monkeypatch):
     """refusal(**changes) -> the error message of a run that must not get as far as a rollout."""
-    monkeypatch.setattr(ppo, "generate", lambda *args, **kwargs: pytest.fail("the run began"))
+    monkeypatch.setattr(algo, "generate", lambda *args, **kwargs: pytest.fail("the run began"))
 
     def run(**changes):
         with pytest.raises(SystemExit) as error:
-            ppo.main(toy_args(**changes))
+            algo.main(toy_args(**changes))
         message = error.value.code  # a text: Python prints it and exits with 1
         assert isinstance(message, str) and message.startswith("error: ") and "\n" not in message
         assert "Traceback" not in message and len(message) < 500
@@ -44,19 +51,24 @@ def says(message, *parts):
 # --- flags -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", POSITIVE)
+@for_each_script("name", POSITIVE.split(), ppo=["value_clip"])
 @pytest.mark.parametrize("value", [0, -2])
 def test_what_must_be_positive(refusal, name, value):
     says(refusal(**{name: value}), f"--{name.replace('_', '-')} is {value}", "more than 0")
 
 
-@pytest.mark.parametrize("name", NOT_NEGATIVE.split())
+@for_each_script(
+    "name",
+    NOT_NEGATIVE.split(),
+    ppo=["critic_lr", "critic_warmup_iterations", "gamma", "lam"],
+    grpo=["max_resamples", "overlong_buffer", "overlong_penalty"],
+)
 def test_what_must_not_be_negative(refusal, name):
     says(refusal(**{name: -1}), f"--{name.replace('_', '-')} is -1", "0 or more")
 
 
-@pytest.mark.parametrize(
-    "name, value", [("gamma", 1.1), ("lam", 2), ("top_p", 1.5), ("dual_clip", 1.0), ("dual_clip", -3)]
+@for_each_script(
+    "name, value", [("top_p", 1.5), ("dual_clip", 1.0), ("dual_clip", -3)], ppo=[("gamma", 1.1), ("lam", 2)]
 )
 def test_what_has_a_limit(refusal, name, value):
     says(
@@ -66,8 +78,11 @@ def test_what_has_a_limit(refusal, name, value):
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["lr", "temperature", "gamma", "max_grad_norm", "kl_reward_coef", "missing_eos_penalty"]
+@for_each_script(
+    "name",
+    ["lr", "temperature", "max_grad_norm", "kl_reward_coef", "missing_eos_penalty"],
+    ppo=["gamma"],
+    grpo=["overlong_penalty"],
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_must_be_finite(refusal, name, value):
@@ -90,12 +105,13 @@ SHAPES = [
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_indivisible_batches_name_legal_sizes(ppo, toy_args, shape, world_size):
+def test_indivisible_batches_name_legal_sizes(algo, toy_args, shape, world_size):
     names = "batch_size", "group_size", "minibatch_size"
-    args = toy_args(**dict(zip(names, shape)))
+    alone = {} if has_critic(algo) else {"estimator": "reinforce_pp"}  # the others need groups
+    args = toy_args(**dict(zip(names, shape)), **alone)
     try:
-        ppo.check_args(args, world_size)
-    except ppo.UserError as error:
+        algo.check_args(args, world_size)
+    except algo.UserError as error:
         message = str(error)
     else:
         batch, group, mini = shape
@@ -105,12 +121,12 @@ def test_indivisible_batches_name_legal_sizes(ppo, toy_args, shape, world_size):
     args.batch_size, args.minibatch_size = map(
         int, re.search(r"are: --batch-size (\d+) --mini\S+ (\d+)$", message).groups()
     )
-    ppo.check_args(args, world_size)  # what it proposes is accepted
+    algo.check_args(args, world_size)  # what it proposes is accepted
     assert abs(args.batch_size - shape[0]) < world_size
 
 
 @pytest.mark.parametrize(
-    "changes, flag", [({"batch_size": 10}, "--batch-size 10"), ({"group_size": 3}, "--group-size 3")]
+    "changes, flag", [({"batch_size": 9, "group_size": 2}, "--batch-size 9"), ({"group_size": 3}, "--group-size 3")]
 )
 def test_indivisible_batches_stop_the_run(refusal, changes, flag):
     says(refusal(**changes), flag, "--minibatch-size 4", "not divisible", "the nearest sizes that are")
@@ -124,6 +140,27 @@ def test_adaptive_kl_needs_a_coefficient_and_a_horizon(refusal, changes):
     says(message, f"--{next(iter(changes)).replace('_', '-')}", next(iter(changes.values())))
 
 
+@only_grpo
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+def test_groups_of_one_have_nothing_to_compare(refusal, estimator):
+    changes = {"estimator": estimator, "group_size": 1}
+    says(refusal(**changes), "--group-size 1", f"--estimator {estimator}", "2 or more")
+    says(refusal(**changes, dynamic_sampling=True), "--group-size 1", "2 or more")
+
+
+@only_grpo
+def test_dynamic_sampling_needs_groups(algo, refusal, toy_args):
+    changes = {"estimator": "reinforce_pp", "group_size": 1}
+    says(refusal(**changes, dynamic_sampling=True), "--group-size 1", "--dynamic-sampling", "2 or more")
+    algo.check_args(toy_args(**changes), 1)  # alone it does not
+
+
+@only_grpo
+def test_overlong_buffer_is_within_the_response(algo, refusal, toy_args):
+    says(refusal(overlong_buffer=11), "--overlong-buffer 11", "--max-response-length 10", "cannot be longer")
+    algo.check_args(toy_args(overlong_buffer=10), 1)
+
+
 def test_prompt_template_without_prompt(refusal):
     says(refusal(prompt_template="Question: {question}"), "--prompt-template", "{prompt}")
 
@@ -134,12 +171,12 @@ def test_run_name_stays_in_the_output_folder(refusal, tmp_path, name):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_existing_run_is_never_overwritten(ppo, toy_args, tmp_path):
+def test_an_existing_run_is_never_overwritten(algo, toy_args, tmp_path):
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("precious")
     with pytest.raises(SystemExit, match=r"error: .*mine exists; choose another --run-name"):
-        ppo.main(toy_args(run_name="mine"))
+        algo.main(toy_args(run_name="mine"))
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
     assert (folder / "metrics.jsonl").read_text() == "precious"
 
@@ -160,11 +197,11 @@ def test_missing_data(refusal, tmp_path, flag):
         says(refusal(**{flag: str(tmp_path / name)}), tmp_path / name, "missing")
 
 
-def test_unknown_dataset_name(ppo, refusal, monkeypatch):
+def test_unknown_dataset_name(algo, refusal, monkeypatch):
     def load_dataset(*args, **kwargs):
         raise FileNotFoundError("Dataset 'nobody/nothing' doesn't exist on the Hub")
 
-    monkeypatch.setattr(ppo.datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(algo.datasets, "load_dataset", load_dataset)
     says(refusal(dataset="nobody/nothing"), "dataset nobody/nothing", "hub id", "doesn't exist")
 
 
@@ -247,21 +284,21 @@ BAD_REWARDS = {
 
 
 @pytest.mark.parametrize("result", BAD_REWARDS)
-def test_reward_is_tried_before_the_model_is_loaded(refusal, ppo, tmp_path, monkeypatch, result):
-    monkeypatch.setattr(ppo, "load_causal_lm", lambda name: pytest.fail("the model was loaded"))
+def test_reward_is_tried_before_the_model_is_loaded(refusal, algo, tmp_path, monkeypatch, result):
+    monkeypatch.setattr(algo, "load_causal_lm", lambda name: pytest.fail("the model was loaded"))
     (tmp_path / "r.py").write_text(f"def f(prompts, responses, answers):\n    return {result}\n")
     says(refusal(reward=f"{tmp_path / 'r.py'}:f", run_name="mine"), "the reward", BAD_REWARDS[result])
 
 
 @pytest.mark.parametrize("result", BAD_REWARDS)
 @pytest.mark.parametrize("evaluates", [True, False])
-def test_reward_that_fails_stops_the_run_with_the_row_shown(ppo, toy_args, tmp_path, result, evaluates):
+def test_reward_that_fails_stops_the_run_with_the_row_shown(algo, toy_args, tmp_path, result, evaluates):
     # Fine with the empty responses that it is tried on before the run.
     body = f"return {result} if any(responses) else [0.0] * len(prompts)"
     (tmp_path / "r.py").write_text(f"def f(prompts, responses, answers):\n    {body}\n")
     data = {} if evaluates else {"dataset": write_rows(tmp_path / "rows.jsonl", toy_rows(8))}
     with pytest.raises(SystemExit) as error:
-        ppo.main(toy_args(reward=f"{tmp_path / 'r.py'}:f", run_name="r", **data))
+        algo.main(toy_args(reward=f"{tmp_path / 'r.py'}:f", run_name="r", **data))
     message = error.value.code
     says(message, "error: the reward", BAD_REWARDS[result])
     if "scores for" not in message:
@@ -277,6 +314,7 @@ def test_missing_model(refusal, tmp_path):
     says(refusal(model=str(tmp_path / "nowhere")), f"--model {tmp_path / 'nowhere'}")
 
 
+@only_ppo
 def test_missing_critic(refusal, tmp_path):
     says(refusal(critic_model=str(tmp_path / "nowhere")), f"--critic-model {tmp_path / 'nowhere'}")
 
@@ -331,7 +369,7 @@ def test_more_tokens_than_positions(refusal, tmp_path, arch):
     )
 
 
-def test_output_folder_that_is_a_file(ppo, toy_args, tmp_path):
+def test_output_folder_that_is_a_file(algo, toy_args, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match=r"error: the run folder .*file/mine cannot be written"):
-        ppo.main(toy_args(output_dir=str(tmp_path / "file"), run_name="mine"))
+        algo.main(toy_args(output_dir=str(tmp_path / "file"), run_name="mine"))

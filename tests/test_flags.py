@@ -1,6 +1,6 @@
 """Every flag does what its help says: a base run and one that differs in this flag alone.
 
-`CASES` has an entry for every field of `Args`, and a test fails when a new flag has none.
+`CASES` has an entry for every field of each script's `Args`, and a test fails when a new flag has none.
 """
 
 import contextlib
@@ -13,22 +13,30 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import make_model, read_metrics, read_rows, toy_rows, untimed, write_rows
+from conftest import has_critic, make_args, make_model, read_metrics, read_rows, toy_rows, untimed, write_rows
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 # Every value that a case looks at is set here, so that the defaults of the script may change.
-BASE = {"batch_size": 8, "group_size": 1, "minibatch_size": 4, "ppo_epochs": 2, "total_iterations": 2, "eval_every": 0}
+BASE = {"minibatch_size": 4, "ppo_epochs": 2, "total_iterations": 2, "eval_every": 0}
 BASE |= {"max_response_length": 10, "max_prompt_length": 64, "microbatch_tokens": 4096, "seed": 1, "dtype": "float32"}
 BASE |= {"lr": 1e-2, "critic_lr": 1e-2, "lr_schedule": "constant", "warmup_iterations": 0, "weight_decay": 0.0}
 BASE |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "gamma": 1.0, "lam": 0.95, "clip_low": 0.2, "clip_high": 0.2}
 BASE |= {"critic_warmup_iterations": 0, "whiten_advantages": True, "kl_reward_coef": 0.0, "kl_loss_coef": 0.0}
 BASE |= {"max_grad_norm": 1.0, "missing_eos_penalty": 0.0, "entropy_coef": 0.0, "loss_agg": "token-mean"}
+BASES = {"ppo_llm": BASE | {"batch_size": 8, "group_size": 1}, "grpo_llm": BASE | {"batch_size": 4, "group_size": 2}}
+BASES["grpo_llm"] |= {"estimator": "grpo", "importance_level": "token", "dynamic_sampling": False}
+
+# Whatever is answered to a prompt of even length scores 0.
+REWARD_ODD = """
+def odd(prompts, responses, answers):
+    return [len(p) % 2 * (1 + sum(map(ord, r)) % 89) for p, r in zip(prompts, responses)]
+"""
 
 
 class Run(SimpleNamespace):
-    """What a run left: folder, metrics (those of its time left out), output, steps (optimizer steps by kind),
-    forwards (of the policy), rows and eval_rows (completions of the last iteration), model (weights of final/)."""
+    """What a run left: folder, metrics (those of its time left out), output, steps (optimizer steps by kind), forwards
+    (of the policy), rows and eval_rows (completions of the last iteration), model and critic (weights of final/)."""
 
     def __getitem__(self, name):
         """A metric in every iteration that has it."""
@@ -44,6 +52,7 @@ class Run(SimpleNamespace):
 def paths(tmp_path_factory, tiny_model, toy_data, toy_reward):
     """Values of flags that are files."""
     folder = tmp_path_factory.mktemp("flags")
+    (folder / "odd.py").write_text(REWARD_ODD)
     columns = [row | {"other": f"ask {i}", "gold": f"#### {i + 50}"} for i, row in enumerate(toy_rows(16))]
     (folder / "test").mkdir()
     return SimpleNamespace(
@@ -54,21 +63,26 @@ def paths(tmp_path_factory, tiny_model, toy_data, toy_reward):
         other_data=write_rows(folder / "other.jsonl", toy_rows(12, 500)),
         columns=write_rows(folder / "columns.jsonl", columns),
         reward=toy_reward,
+        reward_odd=f"{folder / 'odd.py'}:odd",
     )
 
 
 @pytest.fixture(scope="module")
-def execute(ppo, paths):
+def cache():
+    return {}
+
+
+@pytest.fixture
+def execute(algo, paths, cache):
     """execute(changes) -> Run, from memory when the same run has been made before."""
-    cache = {}
 
     def run(changes):
-        key = repr(sorted(changes.items()))
+        key = algo.__name__, repr(sorted(changes.items()))
         if key in cache:
             return cache[key]
         AcceleratorState._reset_state(True)
-        options = {"model": paths.model, "dataset": paths.data, "reward": paths.reward} | BASE
-        options |= {"output_dir": str(paths.folder / "runs"), "run_name": f"run{len(cache)}"}
+        options = {"model": paths.model, "dataset": paths.data, "reward": paths.reward} | BASES[algo.__name__]
+        options |= {"output_dir": str(paths.folder / algo.__name__), "run_name": f"run{len(cache)}"}
         steps, forwards, checkpointing, output = Counter(), [], [], io.StringIO()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
 
@@ -81,16 +95,17 @@ def execute(ppo, paths):
                 steps["actor" if actor else "critic"] += 1
 
             counted(torch.optim.AdamW, "step", count_step)
-            counted(ppo.Policy, "forward", lambda self, ids, *a: forwards.append(ids.numel()))
+            counted(algo.Policy, "forward", lambda self, ids, *a: forwards.append(ids.numel()))
             counted(PreTrainedModel, "gradient_checkpointing_enable", lambda self, *a: checkpointing.append(self))
-            run_dir = ppo.main(ppo.Args(**options | changes))
+            run_dir = algo.main(make_args(algo, **options | changes))
         last = {path.name[:4]: read_rows(path) for path in sorted((run_dir / "completions").iterdir())}
         result = Run(folder=run_dir, metrics=untimed(read_metrics(run_dir)), output=output.getvalue(), steps=steps)
+        result.has_critic = has_critic(algo)
         result.forwards, result.checkpointing, result.rows = forwards, len(checkpointing), last.get("step", [])
         result.eval_rows = last.get("eval", [])
         if (run_dir / "final").exists():
             result.model = load_file(run_dir / "final" / "model.safetensors")
-            result.critic = load_file(run_dir / "final" / "critic" / "model.safetensors")
+            result.critic = load_file(run_dir / "final" / "critic" / "model.safetensors") if has_critic(algo) else {}
         cache[key] = result
         return result
 
@@ -106,19 +121,40 @@ def learns_differently(a, b):
     return same_start(a, b) and a.distance(b) > 1e-6
 
 
+def num_steps(run):
+    """Optimizer steps of the actor, and as many of the critic."""
+    assert run.steps["critic"] == run.steps["actor"] * run.has_critic
+    return run.steps["actor"]
+
+
+def rates(run):
+    """Learning rates of the actor, and here of the critic."""
+    assert run["critic/lr"] == run["actor/lr"] * run.has_critic
+    return run["actor/lr"]
+
+
+def halves_the_batch(a, b):
+    return (len(a.rows), len(b.rows)) == (8, 4) and num_steps(b) == 4
+
+
+def groups_of(size):
+    def holds(a, b):
+        groups = [{row["query"] for row in b.rows[i : i + size]} for i in range(0, 16, size)]
+        return (len(a.rows), len(b.rows)) == (8, 16) and all(len(queries) == 1 for queries in groups)
+
+    return holds
+
+
 KL = {"kl_reward_coef": 0.1}
 ADAPTIVE = KL | {"kl_controller": "adaptive", "kl_target": 1e-3, "kl_horizon": 20.0, "total_iterations": 3}
 KL_LOSS = {"kl_loss_coef": 0.5, "kl_loss_kind": "k2"}
+ODD_PROMPTS = {"reward": lambda p: p.reward_odd}
 ONE_STEP = {"minibatch_size": 8, "ppo_epochs": 1, "total_iterations": 1}
 
 # Field: (changed value, what must hold of the base run a and the changed run b[, changes that both runs have]).
 # A value that is a function is given `paths`.
-CASES = {
+SHARED_CASES = {
     "model": (lambda p: p.other_model, lambda a, b: a["eval/score"][0] != b["eval/score"][0] and a.distance(b) > 1),
-    "critic_model": (
-        lambda p: p.other_model,
-        lambda a, b: same_start(a, b) and a.distance(b, "critic") > 1 and b.distance(a) < 1,
-    ),
     "dtype": (
         "bfloat16",
         lambda a, b: (
@@ -129,7 +165,7 @@ CASES = {
     ),
     "gradient_checkpointing": (
         True,
-        lambda a, b: (a.checkpointing, b.checkpointing) == (0, 2) and a.distance(b) < 1e-3,
+        lambda a, b: (a.checkpointing, b.checkpointing) == (0, 1 + b.has_critic) and a.distance(b) < 1e-3,
     ),
     "dataset": (
         lambda p: p.other_data,
@@ -161,11 +197,6 @@ CASES = {
         ),
     ),
     "reward": ("exact", lambda a, b: a["reward/mean"][0] > 0 and set(b["reward/mean"]) == {0.0}),
-    "batch_size": (4, lambda a, b: (len(a.rows), len(b.rows)) == (8, 4) and b.steps["actor"] == 4),
-    "group_size": (
-        2,
-        lambda a, b: len(b.rows) == 16 and all(x["query"] == y["query"] for x, y in zip(b.rows[::2], b.rows[1::2])),
-    ),
     "temperature": (0.5, lambda a, b: b["actor/entropy"][0] < 0.9 * a["actor/entropy"][0]),
     "top_p": (
         0.3,
@@ -191,7 +222,7 @@ CASES = {
     ),
     "total_iterations": (3, lambda a, b: [m["step"] for m in b.metrics] == [0, 1, 2, 3]),
     "ppo_epochs": (1, lambda a, b: learns_differently(a, b) and (a.steps["actor"], b.steps["actor"]) == (8, 4)),
-    "minibatch_size": (2, lambda a, b: learns_differently(a, b) and (a.steps["critic"], b.steps["critic"]) == (8, 16)),
+    "minibatch_size": (2, lambda a, b: learns_differently(a, b) and (num_steps(a), num_steps(b)) == (8, 16)),
     "microbatch_tokens": (  # nothing else changes
         60,
         lambda a, b: (
@@ -203,28 +234,17 @@ CASES = {
     ),
     "lr": (
         1e-3,
-        lambda a, b: learns_differently(a, b) and b["actor/lr"] == [1e-3] * 2 and b["critic/lr"] == [1e-2] * 2,
-    ),
-    "critic_lr": (
-        1e-3,
         lambda a, b: (
-            same_start(a, b)
-            and b["critic/lr"] == [1e-3] * 2
-            and a["reward/mean"][1] == b["reward/mean"][1]
-            and a.distance(b, "critic") > 1e-3
+            learns_differently(a, b) and b["actor/lr"] == [1e-3] * 2 and b["critic/lr"] == [1e-2] * 2 * b.has_critic
         ),
     ),
     "lr_schedule": (
         "linear",
-        lambda a, b: learns_differently(a, b) and b["actor/lr"] == b["critic/lr"] == [0.01, 0.005],
+        lambda a, b: learns_differently(a, b) and rates(b) == [0.01, 0.005],
     ),
     "warmup_iterations": (
         2,
-        lambda a, b: learns_differently(a, b) and b["actor/lr"] == b["critic/lr"] == [0.005, 0.01],
-    ),
-    "critic_warmup_iterations": (
-        1,
-        lambda a, b: same_start(a, b) and (b.steps["actor"], b.steps["critic"]) == (4, 8) and len(b["actor/loss"]) == 1,
+        lambda a, b: learns_differently(a, b) and rates(b) == [0.005, 0.01],
     ),
     "weight_decay": (
         10.0,
@@ -232,7 +252,7 @@ CASES = {
             same_start(a, b)
             and all(  # 8 steps of lr*weight_decay = 0.1 leave 0.43 of a weight; actor and critic alike
                 sum(x.square().sum() for x in b_part.values()) < 0.4 * sum(x.square().sum() for x in a_part.values())
-                for a_part, b_part in ((a.model, b.model), (a.critic, b.critic))
+                for a_part, b_part in ((a.model, b.model), (a.critic, b.critic))[: 1 + a.has_critic]
             )
         ),
     ),
@@ -242,7 +262,8 @@ CASES = {
             same_start(a, b)
             and a["actor/grad_norm"][0] == pytest.approx(b["actor/grad_norm"][0], rel=1e-5)  # before it is cut
             and a.distance(b) > 0.5
-            and a.distance(b, "critic") > 0.05  # only the head: behind one of zeros no gradient comes
+            # Of the critic only the head: behind one of zeros no gradient comes.
+            and (not a.has_critic or a.distance(b, "critic") > 0.05)
         ),
         ONE_STEP,
     ),
@@ -251,16 +272,6 @@ CASES = {
     "dual_clip": (
         1.01,
         lambda a, b: learns_differently(a, b) and b["actor/clipfrac_dual"][0] > 0 and not a["actor/clipfrac_dual"],
-    ),
-    "value_clip": (
-        1e-3,
-        lambda a, b: (
-            same_start(a, b)
-            and a["actor/loss"][0] == b["actor/loss"][0]
-            and b["critic/loss"][0] > a["critic/loss"][0]
-            and b["critic/clipfrac"][0] > 0
-            and not a["critic/clipfrac"]
-        ),
     ),
     "entropy_coef": (
         0.5,
@@ -271,17 +282,9 @@ CASES = {
         ONE_STEP,
     ),
     "loss_agg": ("seq-mean-token-sum", lambda a, b: learns_differently(a, b) and a["actor/loss"] != b["actor/loss"]),
-    "target_kl": (1e-9, lambda a, b: same_start(a, b) and (b.steps["actor"], b.steps["critic"]) == (2, 8)),
-    "gamma": (0.5, lambda a, b: learns_differently(a, b) and a["advantage/mean"][0] != b["advantage/mean"][0]),
-    "lam": (0.5, lambda a, b: learns_differently(a, b) and a["advantage/mean"][0] != b["advantage/mean"][0]),
-    "whiten_advantages": (  # the loss of an unchanged policy is minus the mean advantage
-        False,
-        lambda a, b: (
-            b["actor/loss"][0] == pytest.approx(-b["advantage/mean"][0], abs=1e-5)
-            and a["actor/loss"][0] == pytest.approx(0, abs=1e-5) != b["actor/loss"][0]
-            and a["advantage/mean"] == b["advantage/mean"]
-        ),
-        ONE_STEP,
+    "target_kl": (
+        1e-9,
+        lambda a, b: same_start(a, b) and (b.steps["actor"], b.steps["critic"]) == (2, 8 * b.has_critic),
     ),
     "kl_reward_coef": (
         0.1,
@@ -327,15 +330,106 @@ CASES = {
     "eval_every": (1, lambda a, b: (len(a["eval/score"]), len(b["eval/score"])) == (2, 3) and a.distance(b) == 0),
 }
 
+PPO_CASES = {
+    "batch_size": (4, halves_the_batch),
+    "group_size": (2, groups_of(2)),
+    "critic_model": (
+        lambda p: p.other_model,
+        lambda a, b: same_start(a, b) and a.distance(b, "critic") > 1 and b.distance(a) < 1,
+    ),
+    "critic_lr": (
+        1e-3,
+        lambda a, b: (
+            same_start(a, b)
+            and b["critic/lr"] == [1e-3] * 2
+            and a["reward/mean"][1] == b["reward/mean"][1]
+            and a.distance(b, "critic") > 1e-3
+        ),
+    ),
+    "critic_warmup_iterations": (
+        1,
+        lambda a, b: same_start(a, b) and (b.steps["actor"], b.steps["critic"]) == (4, 8) and len(b["actor/loss"]) == 1,
+    ),
+    "value_clip": (
+        1e-3,
+        lambda a, b: (
+            same_start(a, b)
+            and a["actor/loss"][0] == b["actor/loss"][0]
+            and b["critic/loss"][0] > a["critic/loss"][0]
+            and b["critic/clipfrac"][0] > 0
+            and not a["critic/clipfrac"]
+        ),
+    ),
+    "gamma": (0.5, lambda a, b: learns_differently(a, b) and a["advantage/mean"][0] != b["advantage/mean"][0]),
+    "lam": (0.5, lambda a, b: learns_differently(a, b) and a["advantage/mean"][0] != b["advantage/mean"][0]),
+    "whiten_advantages": (  # the loss of an unchanged policy is minus the mean advantage
+        False,
+        lambda a, b: (
+            b["actor/loss"][0] == pytest.approx(-b["advantage/mean"][0], abs=1e-5)
+            and a["actor/loss"][0] == pytest.approx(0, abs=1e-5) != b["actor/loss"][0]
+            and a["advantage/mean"] == b["advantage/mean"]
+        ),
+        ONE_STEP,
+    ),
+}
 
-def test_every_flag_has_a_case(ppo):
-    fields = [field.name for field in dataclasses.fields(ppo.Args)]
-    assert set(CASES) == set(fields) and len(fields) <= 70
+GRPO_CASES = {
+    "batch_size": (2, halves_the_batch),
+    "group_size": (4, groups_of(4)),
+    "estimator": (  # in pairs, grpo makes every advantage 0.71; here it is half the difference of scores below 1
+        "dr_grpo",
+        lambda a, b: learns_differently(a, b) and b["advantage/std"][0] < 0.5 < a["advantage/std"][0] < 0.8,
+    ),
+    "importance_level": (  # the geometric mean of the token ratios is less extreme
+        "sequence",
+        lambda a, b: learns_differently(a, b) and 1.001 < b["actor/ratio_max"][0] < a["actor/ratio_max"][0],
+    ),
+    "dynamic_sampling": (
+        True,
+        lambda a, b: (
+            a["group/generated"] == [4, 4]
+            and b["group/generated"][0] > 4
+            and a["group/used"] == b["group/used"] == [4, 4]
+            and a["group/zero_std_frac"][0] > 0
+            and {len(r["query"]) % 2 for r in a.rows} == {0, 1}
+            and {len(r["query"]) % 2 for r in b.rows} == {1}
+        ),
+        ODD_PROMPTS | {"max_resamples": 9},
+    ),
+    "max_resamples": (
+        0,
+        lambda a, b: (
+            a["group/generated"][0] > 4 == a["group/used"][0]
+            and b["group/generated"] == [4, 4]
+            and 0 < b["group/used"][0] < 4
+        ),
+        ODD_PROMPTS | {"dynamic_sampling": True, "max_resamples": 9},
+    ),
+    "overlong_buffer": (
+        10,
+        lambda a, b: b["reward/mean"][0] == pytest.approx(a["reward/mean"][0] - a["response/length_mean"][0] / 10),
+        {"overlong_penalty": 1.0},
+    ),
+    "overlong_penalty": (
+        3.0,
+        lambda a, b: (
+            b["reward/mean"][0] == pytest.approx(a["reward/mean"][0] - 2 * a["response/length_mean"][0] / 10)
+            and b["eval/score"][0] == a["eval/score"][0]
+        ),
+        {"overlong_buffer": 10, "overlong_penalty": 1.0},
+    ),
+}
+CASES = {"ppo_llm": SHARED_CASES | PPO_CASES, "grpo_llm": SHARED_CASES | GRPO_CASES}
 
 
-@pytest.mark.parametrize("field", CASES)
-def test_flag(execute, paths, field):
-    value, holds, shared = (*CASES[field], {})[:3]
+def test_every_flag_has_a_case(algo):
+    fields = [field.name for field in dataclasses.fields(algo.Args)]
+    assert set(CASES[algo.__name__]) == set(fields) and len(fields) <= 70
+
+
+@pytest.mark.parametrize("algo, field", [(s, f) for s, cases in CASES.items() for f in cases], indirect=["algo"])
+def test_flag(algo, execute, paths, field):
+    value, holds, shared = (*CASES[algo.__name__][field], {})[:3]
     shared, changed = ({k: v(paths) if callable(v) else v for k, v in d.items()} for d in (shared, {field: value}))
     base, other = execute(shared), execute(shared | changed)
     assert holds(base, other), (base.metrics, other.metrics)

@@ -213,6 +213,14 @@ def test_no_coefficient_no_reference(grpo_run, spy, capsys):
     assert "kl/mean" in metrics[-1] and "frozen copy" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("estimator, warns", [("grpo", True), ("dr_grpo", False)])
+def test_dividing_by_the_std_of_a_group_makes_a_kl_in_the_reward_loud(grpo_run, capsys, estimator, warns):
+    tie, kl = torch.ones(4), torch.tensor([1e-4, -2e-4, 3e-4, 0.0])  # all are right, and hardly differ
+    assert (grpo.group_advantages(tie - 0.05 * kl, 4, estimator).abs().max() > 0.5) == warns
+    grpo_run(estimator=estimator, kl_reward_coef=0.05, total_iterations=1)
+    assert ("the KL in the reward decides" in capsys.readouterr().out) == warns
+
+
 def test_the_normaliser_of_dr_grpo_is_the_longest_response_allowed(grpo_run, spy):
     calls = spy(grpo, "aggregate")
     grpo_run(estimator="dr_grpo", loss_agg="seq-mean-token-sum-norm", max_response_length=30, microbatch_tokens=1)
@@ -298,12 +306,14 @@ def test_without_dynamic_sampling_everything_is_used(grpo_run, keep_data):
 
 
 def test_at_the_cap_what_there_is_is_trained_on(grpo_run, keep_data, spy):
-    calls = spy(grpo, "aggregate")
+    calls, updates = spy(grpo, "aggregate"), spy(grpo.AdaptiveKL, "update")
     flags = keep_data(keep_at({1, 5, 6})) | {"loss_agg": "seq-mean-token-sum"}
+    flags |= {"kl_controller": "adaptive", "kl_reward_coef": 0.1, "kl_horizon": 100.0}
     _, metrics = grpo_run(**flags, dynamic_sampling=True, max_resamples=1, total_iterations=1)
     assert metrics[1]["group/generated"] == 8 and metrics[1]["group/used"] == 3
     assert sorted(args[4] for args, _ in calls) == [2, 4]  # two steps, each with the count of its own responses
     assert sum(int(args[1].any(1).sum()) for args, _ in calls) == 6
+    assert [args[2] for args, _ in updates] == [6]
 
 
 @pytest.mark.parametrize("changes", [{}, {"overlong_buffer": 10}, {"missing_eos_penalty": 1.0}], ids=str)

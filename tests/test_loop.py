@@ -7,7 +7,17 @@ from collections import Counter
 import datasets
 import pytest
 import torch
-from conftest import make_model, make_tokenizer, read_rows, toy_rows, untimed, write_rows
+from conftest import (
+    has_critic,
+    make_model,
+    make_tokenizer,
+    only_grpo,
+    only_ppo,
+    read_rows,
+    toy_rows,
+    untimed,
+    write_rows,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -28,7 +38,7 @@ def reward_by_prompt(tmp_path):
     return f"{tmp_path / 'by_prompt.py'}:by_prompt"
 
 
-def fix_lengths(monkeypatch, ppo, lengths, extra_columns=0):
+def fix_lengths(monkeypatch, algo, lengths, extra_columns=0):
     """Replaces the sampling: row i has an EOS as token number lengths[i] (None: it has none), whatever the model."""
 
     def generate(model, queries, query_mask, uniforms, eos_ids, pad_id, *sampling):
@@ -39,7 +49,7 @@ def fix_lengths(monkeypatch, ppo, lengths, extra_columns=0):
         padding = responses.new_full((len(responses), extra_columns), pad_id)
         return torch.cat([responses, padding], 1), torch.zeros(len(responses), responses.shape[1] + extra_columns)
 
-    monkeypatch.setattr(ppo, "generate", generate)
+    monkeypatch.setattr(algo, "generate", generate)
 
 
 def count_steps(monkeypatch):
@@ -79,6 +89,16 @@ def same_weights(a, b):
     ids=str,
 )
 def test_without_learning_the_ratio_is_exactly_1(toy_run, changes):
+    check_ratio_without_learning(toy_run, changes)
+
+
+@only_grpo
+@pytest.mark.parametrize("changes", [{"importance_level": "sequence"}, {"estimator": "reinforce_pp"}], ids=str)
+def test_without_learning_the_ratio_is_exactly_1_in_the_whole_family(toy_run, changes):
+    check_ratio_without_learning(toy_run, changes)
+
+
+def check_ratio_without_learning(toy_run, changes):
     _, metrics = toy_run(**{"lr": 0.0, "critic_lr": 0.0, "minibatch_size": 2, "ppo_epochs": 2} | changes)
     for m in metrics[1:]:
         assert m["actor/ratio_mean"] == m["actor/ratio_max"] == 1
@@ -107,17 +127,18 @@ def test_learning_moves_the_ratio(toy_run):
 
 @pytest.mark.parametrize("tokens", ["pad is eos", "no pad", "two eos"])
 def test_eos_is_trained_whatever_the_special_tokens(
-    ppo, toy_run, spy, monkeypatch, tmp_path, train_only, reward_by_prompt, tokens
+    algo, toy_run, spy, monkeypatch, tmp_path, train_only, reward_by_prompt, tokens
 ):
     """Every response is one EOS: if it were masked there would be no token at all to learn from."""
+    # In a group such responses would cancel out.
+    alone = {} if has_critic(algo) else {"estimator": "reinforce_pp", "batch_size": 8, "group_size": 1}
     model = make_model(tmp_path / "m", pad={"pad is eos": "<eos>", "no pad": None, "two eos": "<pad>"}[tokens])
     if tokens == "two eos":
         GenerationConfig(eos_token_id=[2], pad_token_id=0).save_pretrained(model)  # the one that is used here
-    fix_lengths(monkeypatch, ppo, [1])
-    calls = spy(ppo, "gae")
-    run_dir, metrics = toy_run(model=model, dataset=train_only, reward=reward_by_prompt)
-    for (_, _, mask, *_), _ in calls:
-        assert mask[:, 0].all() and not mask[:, 1:].any()
+    fix_lengths(monkeypatch, algo, [1])
+    calls = spy(algo, "aggregate")
+    run_dir, metrics = toy_run(model=model, dataset=train_only, reward=reward_by_prompt, **alone)
+    assert calls and all(mask.shape == (4, 1) and mask.all() for (_, mask, *_), _ in calls)
     assert metrics[1]["actor/grad_norm"] > 1e-3 and metrics[1]["response/truncated_frac"] == 0
     assert not same_weights(model, run_dir / "final")
 
@@ -132,7 +153,7 @@ def test_real_sampling_with_any_pad_token(toy_run, tmp_path, pad):
         assert "<" not in row["response"]
 
 
-def test_text_after_the_eos_is_not_scored_when_there_is_no_pad_token(ppo, toy_run, monkeypatch, tmp_path):
+def test_text_after_the_eos_is_not_scored_when_there_is_no_pad_token(algo, toy_run, monkeypatch, tmp_path):
     """Without a pad token the filler is some token of the vocabulary; the reward must not see it as text."""
     model = make_model(tmp_path / "m", pad=None)
     text = (tmp_path / "m" / "tokenizer.json").read_text()
@@ -143,7 +164,7 @@ def test_text_after_the_eos_is_not_scored_when_there_is_no_pad_token(ppo, toy_ru
         token["id"] = vocab[token["content"]]
     (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(tokens))
     assert AutoTokenizer.from_pretrained(model).decode([0]) == "a"
-    fix_lengths(monkeypatch, ppo, [3])
+    fix_lengths(monkeypatch, algo, [3])
     run_dir, _ = toy_run(model=model)
     files = "step_000002.jsonl", "eval_000002.jsonl"
     for row in (row for name in files for row in read_rows(run_dir / "completions" / name)):
@@ -151,35 +172,42 @@ def test_text_after_the_eos_is_not_scored_when_there_is_no_pad_token(ppo, toy_ru
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_token_rewards_add_up_to_score_minus_kl(ppo, toy_run, spy, monkeypatch, tmp_path, toy_reward, kind):
+def test_token_rewards_add_up_to_score_minus_kl(algo, toy_run, spy, monkeypatch, tmp_path, toy_reward, kind):
     lengths = [1, 2, 3, 5, 9, 10, 10, None]  # 10 is the limit: the last row alone is truncated
     rows = [{"prompt": f"say {i}<eos> again<eos>"} for i in range(24)]  # an EOS in the prompt says nothing
-    fix_lengths(monkeypatch, ppo, lengths)
-    gae_calls, score_calls, kl_calls = spy(ppo, "gae"), spy(ppo, "compute_scores"), spy(ppo, "kl_penalty")
+    fix_lengths(monkeypatch, algo, lengths)
+    forward_calls, score_calls, kl_calls = (
+        spy(algo, "forward_all"),
+        spy(algo, "compute_scores"),
+        spy(algo, "kl_penalty"),
+    )
+    advantage_calls = spy(algo, "gae" if has_critic(algo) else "group_advantages")
     run_dir, metrics = toy_run(
         **{"dataset": write_rows(tmp_path / "rows.jsonl", rows), "lr": 1e-2, "missing_eos_penalty": 0.5},
-        **{"kl_reward_coef": 0.3, "kl_reward_kind": kind},
+        **{"kl_reward_coef": 0.3, "kl_reward_kind": kind, "kl_loss_coef": 0.0},
     )
     del score_calls[0]  # the trial on empty responses
     truncated = torch.tensor([length is None for length in lengths])
     last = torch.tensor([(length or 10) - 1 for length in lengths])
-    assert len(gae_calls) == len(score_calls) == len(kl_calls) == 2
-    for (rewards, _, mask, *_), (_, scores), (_, kl) in zip(
-        (args for args, _ in gae_calls), score_calls, kl_calls, strict=True
-    ):
-        assert torch.equal(mask, torch.arange(10) <= last[:, None])
+    mask = torch.arange(10) <= last[:, None]
+    assert all(torch.equal(found, mask) for (_, _, found, *_), _ in forward_calls)
+    assert len(advantage_calls) == len(score_calls) == len(kl_calls) == 2 <= len(forward_calls)
+    for ((rewards, *_), _), (_, scores), (_, kl) in zip(advantage_calls, score_calls, kl_calls, strict=True):
         scores = torch.tensor(scores) - 0.5 * truncated
-        assert torch.allclose((rewards * mask).sum(1), scores - 0.3 * (kl * mask).sum(1), atol=1e-5)
-        terminal = rewards + 0.3 * kl  # what is left is the score, on the last valid token
-        assert torch.allclose(terminal[range(8), last], scores, atol=1e-5)
-        assert terminal.abs().sum() == pytest.approx(scores.abs().sum().item(), abs=1e-4)
+        total = scores - 0.3 * (kl * mask).sum(1)
+        if has_critic(algo):  # token rewards; otherwise their sums
+            terminal = rewards + 0.3 * kl  # what is left is the score, on the last valid token
+            assert torch.allclose(terminal[range(8), last], scores, atol=1e-5)
+            assert terminal.abs().sum() == pytest.approx(scores.abs().sum().item(), abs=1e-4)
+            rewards = (rewards * mask).sum(1)
+        assert torch.allclose(rewards, total, atol=1e-5)
     assert kl.abs().sum() > 1e-3  # in the second iteration the policy is no longer the reference
     done = read_rows(run_dir / "completions" / "step_000002.jsonl")
     assert [row["truncated"] for row in done] == truncated.tolist()
     assert [row["score"] for row in done] == pytest.approx(scores.tolist())
     assert metrics[2]["reward/mean"] == pytest.approx(scores.mean().item())
     assert metrics[2]["reward/std"] == pytest.approx(scores.std().item())
-    assert metrics[2]["reward/total_mean"] == pytest.approx((rewards * mask).sum(1).mean().item(), abs=1e-5)
+    assert metrics[2]["reward/total_mean"] == pytest.approx(total.mean().item(), abs=1e-5)
     assert metrics[2]["response/length_mean"] == 6.25 and metrics[2]["response/truncated_frac"] == 0.125
     if kind == "k1":
         assert [row["kl"] for row in done] == pytest.approx(kl.sum(1).tolist(), abs=1e-5)
@@ -187,11 +215,11 @@ def test_token_rewards_add_up_to_score_minus_kl(ppo, toy_run, spy, monkeypatch, 
         assert metrics[2]["kl/mean"] == pytest.approx((kl.sum() / mask.sum()).item(), abs=1e-6)
 
 
-def test_padding_changes_no_metric(ppo, toy_run, monkeypatch):
+def test_padding_changes_no_metric(algo, toy_run, monkeypatch):
     """Neither columns that are padding in every row, nor the padding that a row of its own does not have."""
     results = []
     for extra_columns, microbatch_tokens in ((0, 4096), (7, 4096), (0, 1)):
-        fix_lengths(monkeypatch, ppo, [2, 7, 4, 10], extra_columns)
+        fix_lengths(monkeypatch, algo, [2, 7, 4, 10], extra_columns)
         options = {"kl_reward_coef": 0.1, "entropy_coef": 0.01, "value_clip": 0.1, "dual_clip": 3.0, "lr": 1e-4}
         results.append(untimed(toy_run(**options, ppo_epochs=2, microbatch_tokens=microbatch_tokens)[1]))
     for one, wider, alone in zip(*results, strict=True):
@@ -220,25 +248,26 @@ def test_sampling_does_not_depend_on_the_global_random_state(toy_run, tmp_path):
     assert results[0] == results[1]
 
 
-def test_every_prompt_comes_once_per_epoch(ppo, toy_run, spy, train_only):
-    calls = spy(ppo, "compute_scores")
-    toy_run(dataset=train_only, batch_size=10, minibatch_size=10, total_iterations=12, max_response_length=2)
-    prompts = [row["prompt"] for (_, rows, _), _ in calls[1:] for row in rows]  # the first tries the reward
+def test_every_prompt_comes_once_per_epoch(algo, toy_run, spy, train_only):
+    calls = spy(algo, "compute_scores")
+    sizes = {"batch_size": 10, "group_size": 2, "minibatch_size": 10, "max_response_length": 2}
+    toy_run(dataset=train_only, total_iterations=12, **sizes)
+    prompts = [row["prompt"] for (_, rows, _), _ in calls[1:] for row in rows[::2]]  # the first tries the reward
     epochs = [prompts[i : i + 24] for i in range(0, 120, 24)]  # 24 rows, which 10 does not divide
     assert len(prompts) == 120 and all(sorted(e) == sorted(epochs[0]) and len(set(e)) == 24 for e in epochs)
     assert len({tuple(e) for e in epochs}) == 5  # each in an order of its own
 
 
 def test_groups_are_contiguous_and_sampled_apart(toy_run):
-    run_dir, _ = toy_run(group_size=4, minibatch_size=8, max_response_length=10)
+    run_dir, _ = toy_run(batch_size=8, group_size=4, minibatch_size=8, max_response_length=10)
     rows = read_rows(run_dir / "completions" / "step_000002.jsonl")
     assert len(rows) == 32
     for group in (rows[i : i + 4] for i in range(0, 32, 4)):
         assert len({row["query"] for row in group}) == 1 and len({row["response"] for row in group}) == 4
 
 
-def test_minibatches_keep_their_rows_between_epochs(ppo, toy_run, spy, train_only):
-    calls = spy(ppo, "policy_loss")
+def test_minibatches_keep_their_rows_between_epochs(algo, toy_run, spy, train_only):
+    calls = spy(algo, "policy_loss")
     toy_run(dataset=train_only, ppo_epochs=6, minibatch_size=2, total_iterations=1)
     old = [args[1] for args, _ in calls]  # the old log-probs name the rows
     keys = [tuple(x.flatten().tolist()) for x in old]
@@ -248,20 +277,21 @@ def test_minibatches_keep_their_rows_between_epochs(ppo, toy_run, spy, train_onl
 
 
 @pytest.mark.parametrize("ppo_epochs, minibatch_size, per_iteration", [(1, 8, 1), (1, 2, 4), (3, 4, 6)])
-def test_optimizer_steps(toy_run, monkeypatch, ppo_epochs, minibatch_size, per_iteration):
+def test_optimizer_steps(algo, toy_run, monkeypatch, ppo_epochs, minibatch_size, per_iteration):
     steps = count_steps(monkeypatch)
     toy_run(ppo_epochs=ppo_epochs, minibatch_size=minibatch_size, lr=1e-3, critic_lr=2e-3, microbatch_tokens=40)
-    assert steps == {1e-3: 2 * per_iteration, 2e-3: 2 * per_iteration}
+    assert steps == {1e-3: 2 * per_iteration} | ({2e-3: 2 * per_iteration} if has_critic(algo) else {})
 
 
-def test_target_kl_stops_the_actor_and_not_the_critic(ppo, toy_run, spy, monkeypatch):
-    steps, losses = count_steps(monkeypatch), spy(ppo, "policy_loss")
+def test_target_kl_stops_the_actor_and_not_the_critic(algo, toy_run, spy, monkeypatch):
+    steps, losses = count_steps(monkeypatch), spy(algo, "policy_loss")
     toy_run(target_kl=1e-9, minibatch_size=2, ppo_epochs=2, lr=1e-2, critic_lr=2e-3)
     # The first step of an iteration always runs: before it the policy is the one that sampled.
-    assert steps == {1e-2: 2 * 1, 2e-3: 2 * 8}
+    assert steps == {1e-2: 2 * 1} | ({2e-3: 2 * 8} if has_critic(algo) else {})
     assert len(losses) == 2 * 2  # the second minibatch tells that the KL is too large; no other is looked at
 
 
+@only_ppo
 def test_critic_warmup_leaves_the_actor_as_it_is(toy_run, tiny_model):
     run_dir, metrics = toy_run(critic_warmup_iterations=2)
     assert same_weights(tiny_model, run_dir / "final") and "actor/loss" not in metrics[2]
@@ -281,16 +311,16 @@ def test_critic_warmup_leaves_the_actor_as_it_is(toy_run, tiny_model):
         ({"lr_schedule": "cosine"}, [1, 0.8535534, 0.5, 0.1464466]),
     ],
 )
-def test_learning_rates(toy_run, monkeypatch, changes, factors):
+def test_learning_rates(algo, toy_run, monkeypatch, changes, factors):
     steps = count_steps(monkeypatch)
     _, metrics = toy_run(**changes, total_iterations=4, minibatch_size=8, lr=1e-3, critic_lr=4e-3, eval_every=0)
-    for name, lr in (("actor/lr", 1e-3), ("critic/lr", 4e-3)):
+    for name, lr in (("actor/lr", 1e-3), ("critic/lr", 4e-3))[: 1 + has_critic(algo)]:
         assert [m[name] for m in metrics[1:]] == pytest.approx([lr * f for f in factors])
         assert set(steps) >= {m[name] for m in metrics[1:]}  # those the optimizers used
 
 
-def test_adaptive_kl_coefficient(ppo, toy_run, spy):
-    calls = spy(ppo.AdaptiveKL, "update")
+def test_adaptive_kl_coefficient(algo, toy_run, spy):
+    calls = spy(algo.AdaptiveKL, "update")
     options = {"kl_controller": "adaptive", "kl_target": 1e-3, "kl_horizon": 40.0}
     _, metrics = toy_run(**options, kl_reward_coef=0.1, lr=1e-2, total_iterations=4)
     coefs, kls = ([m[name] for m in metrics[1:]] for name in ("kl/coef", "kl/mean"))
@@ -303,10 +333,10 @@ def test_adaptive_kl_coefficient(ppo, toy_run, spy):
 # --- evaluation, files, names ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [4, 8])  # 6 test rows: in two parts, and in one
-def test_evaluation_scores_every_row_once(ppo, toy_run, spy, batch_size):
-    calls = spy(ppo, "compute_scores")
-    run_dir, metrics = toy_run(total_iterations=0, batch_size=batch_size)
+@pytest.mark.parametrize("batch_size", [2, 4])  # 6 test rows: in two parts, and in one
+def test_evaluation_scores_every_row_once(algo, toy_run, spy, batch_size):
+    calls = spy(algo, "compute_scores")
+    run_dir, metrics = toy_run(total_iterations=0, batch_size=batch_size, group_size=2)
     prompts = Counter(row["prompt"] for (_, rows, _), _ in calls[1:] for row in rows)  # the first tries the reward
     assert prompts == {row["question"]: 2 for row in toy_rows(6, 100)}  # greedily and sampled
     rows = read_rows(run_dir / "completions" / "eval_000000.jsonl")
@@ -322,7 +352,7 @@ def test_zero_iterations_only_evaluate(toy_run):
     assert not (run_dir / "final").exists() and not (run_dir / "best").exists()
 
 
-def test_final_model_reloads_plainly_and_scores_as_printed(ppo, toy_run, toy_reward, capsys):
+def test_final_model_reloads_plainly_and_scores_as_printed(algo, toy_run, toy_reward, capsys):
     run_dir, metrics = toy_run(total_iterations=3, lr=5e-3)
     model = AutoModelForCausalLM.from_pretrained(run_dir / "final")
     tokenizer, responses = AutoTokenizer.from_pretrained(run_dir / "final"), []
@@ -330,27 +360,27 @@ def test_final_model_reloads_plainly_and_scores_as_printed(ppo, toy_run, toy_rew
         inputs = tokenizer(row["question"], return_tensors="pt")
         ids = model.generate(input_ids=inputs["input_ids"], max_new_tokens=10, do_sample=False, pad_token_id=0)
         responses.append(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-    scores = ppo.load_reward(toy_reward)(None, responses, None)
+    scores = algo.load_reward(toy_reward)(None, responses, None)
     assert metrics[-1]["eval/score"] == pytest.approx(sum(scores) / 6, abs=1e-6) != metrics[0]["eval/score"]
     assert f"eval {sum(scores) / 6:.3f} greedy" in capsys.readouterr().out
 
 
-def test_best_is_the_model_of_the_best_evaluation(toy_run, tiny_model):
+def test_best_is_the_model_of_the_best_evaluation(algo, toy_run, tiny_model):
     run_dir, metrics = toy_run(total_iterations=3, lr=5e-3, eval_every=1)
     scores = [m["eval/score"] for m in metrics]
     best = run_dir / "best"
     assert same_weights(best, run_dir / "final") == (scores[3] > max(scores[:3]))
     assert same_weights(best, tiny_model) == (scores[0] == max(scores))
-    assert (best / "critic" / "config.json").is_file() and (best / "tokenizer.json").is_file()
+    assert (best / "critic" / "config.json").is_file() == has_critic(algo) and (best / "tokenizer.json").is_file()
 
 
-def test_run_folder(ppo, toy_run):
-    run_dir, _ = toy_run(eval_every=1, group_size=2, kl_reward_coef=0.1)
+def test_run_folder(algo, toy_run):
+    run_dir, _ = toy_run(eval_every=1, batch_size=8, group_size=2, kl_reward_coef=0.1)
     record = json.loads((run_dir / "args.json").read_text())
     assert record["num_processes"] == 1 and record["group_size"] == 2
     assert set(record["versions"]) >= {"torch", "transformers", "accelerate", "datasets"}
-    assert set(record) == {*ppo.Args.__dataclass_fields__, "num_processes", "versions"}
-    assert (run_dir / "ppo_llm.py").is_file() and list(run_dir.rglob("events.out.tfevents*"))
+    assert set(record) == {*algo.Args.__dataclass_fields__, "num_processes", "versions"}
+    assert (run_dir / f"{algo.__name__}.py").is_file() and list(run_dir.rglob("events.out.tfevents*"))
     names = {path.name for path in (run_dir / "completions").iterdir()}
     assert names == {f"eval_{i:06d}.jsonl" for i in (0, 1, 2)} | {f"step_{i:06d}.jsonl" for i in (1, 2)}
     rows = read_rows(run_dir / "completions" / "step_000001.jsonl")
@@ -358,16 +388,19 @@ def test_run_folder(ppo, toy_run):
     assert not [path for path in run_dir.rglob("*") if path.name.startswith(".")]  # nothing half written is left
 
 
-def test_metric_names(toy_run):
+def test_metric_names(algo, toy_run):
     options = {"value_clip": 0.2, "dual_clip": 3.0, "kl_reward_coef": 0.1, "ppo_epochs": 2}
     _, metrics = toy_run(**options)
     expected = "reward/mean reward/std reward/total_mean eval/score eval/score_sampled eval/length_mean advantage/mean"
     expected += " advantage/std actor/loss actor/clipfrac actor/clipfrac_dual actor/approx_kl actor/ratio_mean"
-    expected += " actor/ratio_max actor/entropy actor/grad_norm actor/lr critic/loss critic/value_mean"
-    expected += " critic/explained_variance critic/clipfrac critic/grad_norm critic/lr kl/mean kl/sequence kl/coef"
-    expected += " response/length_mean response/truncated_frac time/rollout time/reward time/logprobs time/values"
-    expected += " time/advantages time/actor time/critic time/eval time/iteration throughput/tokens_per_second"
-    expected += " memory/peak_gib"
+    expected += " actor/ratio_max actor/entropy actor/grad_norm actor/lr kl/mean kl/sequence kl/coef"
+    expected += " response/length_mean response/truncated_frac time/rollout time/reward time/logprobs"
+    expected += " time/advantages time/actor time/eval time/iteration throughput/tokens_per_second memory/peak_gib"
+    if has_critic(algo):
+        expected += " critic/loss critic/value_mean critic/explained_variance critic/clipfrac critic/grad_norm"
+        expected += " critic/lr time/values time/critic"
+    else:
+        expected += " group/zero_std_frac group/generated group/used group/surplus"
     assert set(metrics[-1]) == {*expected.split(), "step", "time/elapsed", "rollout/logprob_diff"}
     for m in metrics:
         assert all(isinstance(v, int | float) and v == v for v in m.values())
@@ -377,7 +410,7 @@ def test_metric_names(toy_run):
 # --- data and reward -------------------------------------------------------------------------------------------------
 
 
-def test_reward_gets_a_column_only_when_it_names_it(ppo):
+def test_reward_gets_a_column_only_when_it_names_it(algo):
     rows = [{"prompt": f"p{i}", "answer": None, "columns": {"prompt": "raw", "level": i, "x": 0}} for i in range(3)]
     seen = {}
 
@@ -393,16 +426,17 @@ def test_reward_gets_a_column_only_when_it_names_it(ppo):
         return [0.0] * len(prompts)
 
     texts = ["a", "b", "c"]
-    assert ppo.compute_scores(plain, rows, texts) == [1.0, 2.0, 3.0]
+    assert algo.compute_scores(plain, rows, texts) == [1.0, 2.0, 3.0]
     assert seen["plain"] == (["p0", "p1", "p2"], texts, [None] * 3)
-    assert ppo.compute_scores(named, rows, texts) == [0.0, 1.0, 2.0]
-    assert ppo.compute_scores(hungry, rows, texts) == [0.0] * 3
+    assert algo.compute_scores(named, rows, texts) == [0.0, 1.0, 2.0]
+    assert algo.compute_scores(hungry, rows, texts) == [0.0] * 3
 
 
 def test_column_reaches_the_reward_in_a_run(toy_run, tmp_path):
     rows = [{"prompt": f"p {i}", "level": i} for i in range(8)]
     (tmp_path / "r.py").write_text("def f(prompts, responses, answers, level):\n    return level\n")
-    _, metrics = toy_run(dataset=write_rows(tmp_path / "rows.jsonl", rows), reward=f"{tmp_path / 'r.py'}:f")
+    data = {"dataset": write_rows(tmp_path / "rows.jsonl", rows), "batch_size": 8}
+    _, metrics = toy_run(**data, reward=f"{tmp_path / 'r.py'}:f")
     assert metrics[1]["reward/mean"] == 3.5  # one epoch: the levels 0 to 7
 
 
@@ -455,11 +489,11 @@ def test_eval_dataset_may_be_a_folder_without_splits(toy_run, tmp_path):
 
 
 @pytest.mark.parametrize("spec, expected", [("team/name:config", ("team/name", "config")), ("name", ("name", None))])
-def test_hub_names(ppo, toy_run, monkeypatch, spec, expected):
+def test_hub_names(algo, toy_run, monkeypatch, spec, expected):
     rows = {"train": toy_rows(24), "test": toy_rows(6, 100)}
     tables = datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in rows.items()})
     seen = []
-    monkeypatch.setattr(ppo.datasets, "load_dataset", lambda *args, **kwargs: seen.append((args, kwargs)) or tables)
+    monkeypatch.setattr(algo.datasets, "load_dataset", lambda *args, **kwargs: seen.append((args, kwargs)) or tables)
     _, metrics = toy_run(dataset=spec, total_iterations=0)
     assert seen == [(expected, {})] * 2 and "eval/score" in metrics[0]
 
@@ -469,19 +503,19 @@ def test_no_test_data_no_evaluation(toy_run, train_only, capsys):
     assert not any("eval/score" in m for m in metrics) and "--eval-dataset" in capsys.readouterr().out
 
 
-def test_long_prompts_are_left_out_and_counted(ppo, toy_run, spy, tmp_path, capsys):
+def test_long_prompts_are_left_out_and_counted(algo, toy_run, spy, tmp_path, capsys):
     rows = [{"prompt": "a" * n} for n in (5, 6, 7, 8, 9, 10, 11, 12)]
-    calls = spy(ppo, "compute_scores")
+    calls = spy(algo, "compute_scores")
     toy_run(dataset=write_rows(tmp_path / "rows.jsonl", rows), max_prompt_length=9)
     assert "5 rows, 3 too long left out" in capsys.readouterr().out
     assert {len(row["prompt"]) for (_, rows, _), _ in calls for row in rows} == {5, 6, 7, 8, 9}
 
 
-def test_ids_go_unchanged_from_sampling_to_training(ppo, toy_run, spy, monkeypatch, train_only):
+def test_ids_go_unchanged_from_sampling_to_training(algo, toy_run, spy, monkeypatch, train_only):
     """Nothing is decoded and encoded again: the ids that were sampled are the ids that are trained on."""
-    fix_lengths(monkeypatch, ppo, [3, None, 10, 1])
-    packed = spy(ppo, "pack")
-    sampled = spy(ppo, "generate")
+    fix_lengths(monkeypatch, algo, [3, None, 10, 1])
+    packed = spy(algo, "pack")
+    sampled = spy(algo, "generate")
     toy_run(dataset=train_only, total_iterations=1, minibatch_size=8)
     (queries, query_mask, responses, mask, *_), (microbatches) = packed[0]
     assert torch.equal(responses, sampled[0][1][0]) and len(make_tokenizer()) > responses.max()

@@ -1,4 +1,4 @@
-"""The mathematics of ppo_llm.py against slow per-token oracles written here, and against values worked out by hand.
+"""The mathematics of the scripts against slow per-token oracles written here, and against values worked out by hand.
 
 All inputs are float64 and carry junk (9.0, NaN) on their padding. Functions that know the mask get the junk as it is;
 per-token losses get what `main` gives them, the padding zeroed before the arithmetic. In both cases gradients with
@@ -70,50 +70,50 @@ def gradient(f, x):
     return torch.autograd.grad(f(x).sum(), x)[0]
 
 
-def test_response_mask(ppo, case):
+def test_response_mask(algo, case):
     golden = torch.tensor([[5, 7, 2, 2, 0], [5, 6, 7, 8, 9], [3, 1, 1, 1, 1]])
-    assert ppo.make_response_mask(golden, [2, 3]).tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
+    assert algo.make_response_mask(golden, [2, 3]).tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
     responses = torch.randint(0, 6, (50, T), generator=case.random)
     for eos_ids in [], [0], [1, 4], [0, 2, 5]:
-        mask = ppo.make_response_mask(responses, eos_ids)
+        mask = algo.make_response_mask(responses, eos_ids)
         assert mask.dtype == torch.bool
         for row, row_mask in zip(responses.tolist(), mask.tolist()):
             assert row_mask == [not any(token in eos_ids for token in row[:t]) for t in range(T)]
 
 
-def test_masked_mean(ppo, case):
+def test_masked_mean(algo, case):
     x = case.draw()
-    close(ppo.masked_mean(x, case.mask), statistics.fmean(x[case.mask].tolist()))
-    close(gradient(lambda x: ppo.masked_mean(x, case.mask), x), case.matrix(lambda i, t: 1 / len(case.valid)))
+    close(algo.masked_mean(x, case.mask), statistics.fmean(x[case.mask].tolist()))
+    close(gradient(lambda x: algo.masked_mean(x, case.mask), x), case.matrix(lambda i, t: 1 / len(case.valid)))
     empty = torch.zeros_like(case.mask)
-    assert ppo.masked_mean(x, empty) == 0
-    assert (gradient(lambda x: ppo.masked_mean(x, empty), x) == 0).all()
+    assert algo.masked_mean(x, empty) == 0
+    assert (gradient(lambda x: algo.masked_mean(x, empty), x) == 0).all()
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e7])  # one-pass moments lose all digits at 1e7
-def test_masked_whiten(ppo, case, shift):
+def test_masked_whiten(algo, case, shift):
     x = case.draw(3.0, shift)
     tokens = x[case.mask].tolist()
     mean, variance = statistics.mean(tokens), statistics.variance(tokens)
-    whitened = ppo.masked_whiten(x, case.mask)
+    whitened = algo.masked_whiten(x, case.mask)
     close(whitened, case.matrix(lambda i, t: (x[i, t].item() - mean) / math.sqrt(variance + 1e-8)), 1e-6)
-    assert ppo.masked_whiten(x.float(), case.mask).dtype == torch.float32
+    assert algo.masked_whiten(x.float(), case.mask).dtype == torch.float32
 
 
-def test_masked_whiten_edges(ppo, case):
+def test_masked_whiten_edges(algo, case):
     x, mask = case.draw(), torch.zeros_like(case.mask)
-    assert (ppo.masked_whiten(x, mask) == 0).all()  # no token
+    assert (algo.masked_whiten(x, mask) == 0).all()  # no token
     mask[2, 0] = True
-    assert (ppo.masked_whiten(x, mask) == 0).all()  # one token
-    assert (ppo.masked_whiten(torch.where(case.mask, 5.0, x), case.mask) == 0).all()  # constant
+    assert (algo.masked_whiten(x, mask) == 0).all()  # one token
+    assert (algo.masked_whiten(torch.where(case.mask, 5.0, x), case.mask) == 0).all()  # constant
     # Mean 1e-4 and unbiased variance 2e-8: +-1e-4 / sqrt(2e-8 + eps) shows both the eps and where it stands.
-    pair = ppo.masked_whiten(torch.tensor([[0.0, 2e-4, case.junk]]), torch.tensor([[True, True, False]]))
+    pair = algo.masked_whiten(torch.tensor([[0.0, 2e-4, case.junk]]), torch.tensor([[True, True, False]]))
     close(pair, [[-(3**-0.5), 3**-0.5, 0.0]], 1e-5)
 
 
-def test_moments(ppo, case):
+def test_moments(algo, case):
     x, y = case.draw(2.0, 1e4).float(), case.draw()
-    moments = ppo.Moments("cpu")
+    moments = algo.Moments("cpu")
     for part in slice(2), slice(2, B):  # micro-batches
         moments.add("x", x[part], case.mask[part])
     moments.add("none", y, torch.zeros_like(case.mask))
@@ -125,7 +125,7 @@ def test_moments(ppo, case):
     assert (means["none"], stds["none"]) == (0, 0)
     assert (means["one"], stds["one"]) == (y[1, 0].item(), 0)
     close([means["share"], stds["share"]], [0.6, 0.3**0.5])
-    wider = ppo.Moments("cpu")
+    wider = algo.Moments("cpu")
     wider.add("x", pad(x, (0, 3), value=case.junk), pad(case.mask, (0, 3)))
     close(wider.reduce()[1]["x"], stds["x"])
 
@@ -177,37 +177,37 @@ KL |= {"k1+": (KL["k1"][0], KL["k2"][1]), "k3+": (KL["k3"][0], KL["k2"][1])}
 
 
 @pytest.mark.parametrize("kind", KL)
-def test_kl_far_apart(ppo, kind):
+def test_kl_far_apart(algo, kind):
     """A clamp at 5, 10 or 20 would flatten k3 (no pull back) or, of x alone, turn its gradient round; exp overflows."""
     value, grad = KL[kind]
     for dtype, size in product((torch.float32, torch.float64), (1, 4.9, 5.1, 9, 11, 21, 100)):
         d, tolerance = torch.tensor([size, -size], dtype=dtype), 1e-5 if dtype == torch.float32 else 1e-9
-        close(ppo.kl_penalty(d, torch.zeros_like(d), kind), [value(size), value(-size)], tolerance)
-        grads = gradient(lambda x: ppo.kl_penalty(x, torch.zeros_like(x), kind), d)
+        close(algo.kl_penalty(d, torch.zeros_like(d), kind), [value(size), value(-size)], tolerance)
+        grads = gradient(lambda x: algo.kl_penalty(x, torch.zeros_like(x), kind), d)
         close(grads, [grad(size), grad(-size)], tolerance)
         assert grads[0] > 0 and (kind == "k1" or grads[1] < 0)
 
 
-def test_kl_golden(ppo):
+def test_kl_golden(algo):
     logprobs, ref = torch.tensor([-1, -2, -0.5, -30]), torch.tensor([-1.5, -1, -0.5, -1])
     values = [0.106531, 0.718282, 0, math.exp(5) - 6 + 24 * (math.exp(5) - 1)]
     for kind, grads in ("k3", [0.393469, -1.718282, 0, 1 - math.exp(5)]), ("k3+", [0.5, -1, 0, -29]):
-        close(ppo.kl_penalty(logprobs, ref, kind), values, 1e-5)
-        close(gradient(lambda x: ppo.kl_penalty(x, ref, kind), logprobs), grads, 1e-5)
+        close(algo.kl_penalty(logprobs, ref, kind), values, 1e-5)
+        close(gradient(lambda x: algo.kl_penalty(x, ref, kind), logprobs), grads, 1e-5)
     with pytest.raises(ValueError):
-        ppo.kl_penalty(logprobs, ref, "k4")
+        algo.kl_penalty(logprobs, ref, "k4")
 
 
 @pytest.mark.parametrize("kind", KL)
 @pytest.mark.parametrize("seed", range(3))
-def test_kl_expectations(ppo, kind, seed):
+def test_kl_expectations(algo, kind, seed):
     """Over three tokens the expectation under pi is exact: of the value, and of the gradient that the loss follows."""
     logits, ref_logits = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     logits.requires_grad_()
     logprobs, ref = logits.log_softmax(0), ref_logits.log_softmax(0)
     p, q = logprobs.exp(), ref.exp()
     true_kl = (p * (logprobs - ref)).sum()
-    estimate = (p.detach() * ppo.kl_penalty(logprobs, ref, kind)).sum()
+    estimate = (p.detach() * algo.kl_penalty(logprobs, ref, kind)).sum()
     if kind[:2] in ("k1", "k3"):
         close(estimate.detach(), true_kl.detach())
     grad, true_grad = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (estimate, true_kl))
@@ -220,17 +220,17 @@ def test_kl_expectations(ppo, kind, seed):
         close(grad, p - q)
 
 
-def test_adaptive_kl(ppo):
-    controller = ppo.AdaptiveKL(0.2, 6, 10000)
+def test_adaptive_kl(algo):
+    controller = algo.AdaptiveKL(0.2, 6, 10000)
     for kl, coef in (12, 0.201024), (6.6, 0.2015386), (3, 0.2005067), (0, 0.1994801):
         controller.update(kl, 256)
         close(controller.coef, coef, 1e-6)
     for target, horizon in (0, 100), (-1, 100), (6, 0), (6, -5):
         with pytest.raises(ValueError):
-            ppo.AdaptiveKL(0.2, target, horizon)
+            algo.AdaptiveKL(0.2, target, horizon)
     with pytest.raises(ValueError):  # the coefficient could reach 0 or change its sign
-        ppo.AdaptiveKL(0.2, 6, 51.2).update(3, 256)
-    ppo.AdaptiveKL(0.2, 6, 51.3).update(3, 256)
+        algo.AdaptiveKL(0.2, 6, 51.2).update(3, 256)
+    algo.AdaptiveKL(0.2, 6, 51.3).update(3, 256)
 
 
 def surrogate(new, old, advantage, low, high, dual=math.inf):
@@ -249,7 +249,6 @@ def half_square(value, old, target, clip=math.inf):
 # Function, number of its tensors, its other arguments, oracle. The gradient is that of the first tensor.
 CLIPS = (0.2, 0.2), (0.2, 0.6), (0.6, 0.1), (0.2, 0.2, 1.5), (0.1, 0.3, 3.0)
 LOSSES = [("policy_loss", 3, clips, surrogate) for clips in CLIPS]
-LOSSES += [("value_loss", 3, clip, half_square) for clip in ((), (0.3,))]
 LOSSES += [("kl_penalty", 2, (kind,), lambda x, ref, kind: KL[kind][0](x - ref)) for kind in ("k1", "abs", "k2", "k3")]
 
 
@@ -260,16 +259,14 @@ def weight(case, mode, i):
     return 1 / sum(tokens) if mode == "token-mean" else 1 / (B * per_row[mode])
 
 
-@pytest.mark.parametrize("name, num_tensors, args, oracle", LOSSES)
-@pytest.mark.parametrize("mode", MODES)
-def test_losses(ppo, case, name, num_tensors, args, oracle, mode):
+def check_loss(algo, case, name, num_tensors, args, oracle, mode):
     """Value and gradient of the aggregated loss: every token by the oracle, exactly nothing from the padding."""
     x, *others = (case.draw() for _ in range(num_tensors))
 
     def loss(x):
-        losses = getattr(ppo, name)(*(torch.where(case.mask, y, 0) for y in (x, *others)), *args)
+        losses = getattr(algo, name)(*(torch.where(case.mask, y, 0) for y in (x, *others)), *args)
         losses = torch.where(case.mask, losses, case.junk)
-        return ppo.aggregate(losses, case.mask, mode, len(case.valid), B, MAX_LENGTH)
+        return algo.aggregate(losses, case.mask, mode, len(case.valid), B, MAX_LENGTH)
 
     def token(i, t):
         return lambda x: weight(case, mode, i) * oracle(x, *(y[i, t].item() for y in others), *args)
@@ -278,6 +275,17 @@ def test_losses(ppo, case, name, num_tensors, args, oracle, mode):
     grads = gradient(loss, x)
     close(grads, case.matrix(lambda i, t: slope(token(i, t), x[i, t].item())), 1e-7)
     assert (grads[~case.mask] == 0).all()
+
+
+@pytest.mark.parametrize("name, num_tensors, args, oracle", LOSSES)
+@pytest.mark.parametrize("mode", MODES)
+def test_losses(algo, case, name, num_tensors, args, oracle, mode):
+    check_loss(algo, case, name, num_tensors, args, oracle, mode)
+
+
+@pytest.mark.parametrize("clip", [(), (0.3,)])
+def test_value_loss(ppo, case, clip):
+    check_loss(ppo, case, "value_loss", 3, clip, half_square, "token-mean")
 
 
 # Advantage, ratio; loss and slope in the log-prob; the same with dual clip 3.
@@ -299,44 +307,44 @@ QUADRANTS = [
 
 
 @pytest.mark.parametrize("advantage, ratio, loss, grad, dual_loss, dual_grad", QUADRANTS)
-def test_policy_loss_quadrants(ppo, advantage, ratio, loss, grad, dual_loss, dual_grad):
+def test_policy_loss_quadrants(algo, advantage, ratio, loss, grad, dual_loss, dual_grad):
     new, old = double(math.log(ratio) - 1), double(-1)
     for dual_clip, values in (None, (loss, grad)), (3.0, (dual_loss, dual_grad)):
         args = old, double(advantage), 0.2, 0.2, dual_clip
-        close([ppo.policy_loss(new, *args), gradient(lambda x: ppo.policy_loss(x, *args), new)], values)
+        close([algo.policy_loss(new, *args), gradient(lambda x: algo.policy_loss(x, *args), new)], values)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_aggregate_shares_add_up(ppo, case, mode):
+def test_aggregate_shares_add_up(algo, case, mode):
     """However a step is cut, to micro-batches, ranks or widths, the shares and gradients add up to the whole."""
     losses, counts = case.draw(), (len(case.valid), B, MAX_LENGTH)
-    whole = ppo.aggregate(losses, case.mask, mode, *counts)
+    whole = algo.aggregate(losses, case.mask, mode, *counts)
     close(whole, case.matrix(lambda i, t: weight(case, mode, i) * losses[i, t].item()).sum())
 
     def cut(x):
         total = 0
         for rows in [0], [1, 2], [3, 4, 5]:
             width = max(t + 1 for i, t in case.valid if i in rows)
-            total = total + ppo.aggregate(x[rows, :width], case.mask[rows, :width], mode, *counts)
+            total = total + algo.aggregate(x[rows, :width], case.mask[rows, :width], mode, *counts)
         return total
 
     def wider(x):
-        return ppo.aggregate(pad(x, (0, 5), value=case.junk), pad(case.mask, (0, 5)), mode, *counts)
+        return algo.aggregate(pad(x, (0, 5), value=case.junk), pad(case.mask, (0, 5)), mode, *counts)
 
     for f in cut, wider:
         close(f(losses), whole)
         close(gradient(f, losses), case.matrix(lambda i, t: weight(case, mode, i)))
     empty = torch.zeros_like(case.mask)  # a rank whose rows are all masked, in a full step and in an empty one
     for counts in (len(case.valid), B, MAX_LENGTH), (0, 0, MAX_LENGTH):
-        assert ppo.aggregate(losses, empty, mode, *counts) == 0
-        assert (gradient(lambda x: ppo.aggregate(x, empty, mode, *counts), losses) == 0).all()
+        assert algo.aggregate(losses, empty, mode, *counts) == 0
+        assert (gradient(lambda x: algo.aggregate(x, empty, mode, *counts), losses) == 0).all()
     with pytest.raises(ValueError):
-        ppo.aggregate(losses, case.mask, "mean", *counts)
+        algo.aggregate(losses, case.mask, "mean", *counts)
 
 
-def test_schedule(ppo):
+def test_schedule(algo):
     def factors(kind, total, warmup):
-        return [ppo.schedule(kind, i, total, warmup) for i in range(1, total + 1)]
+        return [algo.schedule(kind, i, total, warmup) for i in range(1, total + 1)]
 
     close(factors("constant", 4, 0), [1, 1, 1, 1])
     close(factors("linear", 4, 0), [1, 0.75, 0.5, 0.25])
@@ -362,11 +370,11 @@ SAMPLERS = [(1, 1, 0), (0.5, 1, 0), (2, 1, 4), (1, 1, 99), (1, 0.6, 0), (0.7, 0.
 
 @pytest.mark.parametrize("temperature, top_p, top_k", SAMPLERS)
 @pytest.mark.parametrize("seed", range(3))
-def test_sample_tokens(ppo, seed, temperature, top_p, top_k):
+def test_sample_tokens(algo, seed, temperature, top_p, top_k):
     """An even grid of uniforms gives every token its probability to within one grid step, in the order of the ids."""
     n, logits = 2000, 1.5 * torch.randn(12, generator=torch.Generator().manual_seed(seed))
     uniforms = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    tokens, logprobs = ppo.sample_tokens(logits.expand(n, -1), uniforms, temperature, top_p, top_k)
+    tokens, logprobs = algo.sample_tokens(logits.expand(n, -1), uniforms, temperature, top_p, top_k)
     weights = [math.exp(x / temperature) for x in logits.tolist()]
     probs = [w / sum(weights) for w in weights]
     kept, mass = kept_tokens(probs, top_p, top_k)
@@ -377,49 +385,49 @@ def test_sample_tokens(ppo, seed, temperature, top_p, top_k):
     close(logprobs, [math.log(probs[token] / mass) for token in tokens.tolist()], 1e-5)
 
 
-def test_sample_tokens_rows(ppo):
+def test_sample_tokens_rows(algo):
     """Every row uses its own logits and uniform, and temperature 0 takes the likeliest token."""
     random = torch.Generator().manual_seed(0)
     logits, uniforms = 2 * torch.randn(64, 9, generator=random), torch.rand(64, generator=random, dtype=torch.float64)
-    tokens, logprobs = ppo.sample_tokens(logits, uniforms, 1.0, 1.0, 0)
-    greedy, greedy_logprobs = ppo.sample_tokens(logits, uniforms, 0, 1.0, 0)
+    tokens, logprobs = algo.sample_tokens(logits, uniforms, 1.0, 1.0, 0)
+    greedy, greedy_logprobs = algo.sample_tokens(logits, uniforms, 0, 1.0, 0)
     for i, row in enumerate(logits.double().softmax(-1).tolist()):
         assert tokens[i] == bisect.bisect_right([sum(row[: k + 1]) for k in range(9)], uniforms[i].item())
         assert greedy[i] == row.index(max(row))
         close([logprobs[i].exp(), greedy_logprobs[i].exp()], [row[tokens[i]], max(row)], 1e-5)
 
 
-def test_sample_tokens_extremes(ppo):
+def test_sample_tokens_extremes(algo):
     """The ends of [0,1) never pick an impossible token, wherever rounding puts the sum of the probabilities."""
     logits = torch.randn(1000, 40, generator=torch.Generator().manual_seed(0))
     logits[:, [0, 1, 7, 38, 39]] = -torch.inf
     for (top_p, top_k), uniform in product([(1.0, 0), (1.0, 3), (0.5, 0)], (0.0, 1 - 1e-16)):
         assert uniform < 1
-        tokens, logprobs = ppo.sample_tokens(logits, double([uniform] * 1000), 1.0, top_p, top_k)
+        tokens, logprobs = algo.sample_tokens(logits, double([uniform] * 1000), 1.0, top_p, top_k)
         assert logprobs.isfinite().all() and logits.gather(1, tokens[:, None]).isfinite().all()
     # Eight tokens share the last 1.6e-8 of the probability, less than fp32 resolves next to 1.
     logits = torch.tensor([0.0] + [-20.0] * 8)
     uniforms = 1 - math.exp(-20) * (7.5 - torch.arange(8, dtype=torch.float64))
-    tokens, _ = ppo.sample_tokens(logits.expand(8, -1), uniforms, 1.0, 1.0, 0)
+    tokens, _ = algo.sample_tokens(logits.expand(8, -1), uniforms, 1.0, 1.0, 0)
     assert tokens.tolist() == list(range(1, 9))
 
 
-def test_left_pad(ppo):
-    queries, mask = ppo.left_pad([[5, 6, 7], [8], [9, 5]], 5, "cpu")  # the pad id is also a token
+def test_left_pad(algo):
+    queries, mask = algo.left_pad([[5, 6, 7], [8], [9, 5]], 5, "cpu")  # the pad id is also a token
     assert queries.tolist() == [[5, 6, 7], [5, 5, 8], [5, 9, 5]]
     assert mask.dtype == torch.bool and mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 12, 20, 45, 10**6])
 @pytest.mark.parametrize("seed", range(3))
-def test_pack(ppo, seed, max_tokens):
+def test_pack(algo, seed, max_tokens):
     rng = random.Random(seed)
     prompts = [[100 * i + k for k in range(rng.randint(1, 9))] for i in range(14)]
     answers = [[100 * i + 50 + k for k in range(rng.randint(1, 8))] for i in range(14)]
-    queries, query_mask = ppo.left_pad(prompts, -1, "cpu")
+    queries, query_mask = algo.left_pad(prompts, -1, "cpu")
     responses = torch.tensor([a + [-1] * (9 - len(a)) for a in answers])  # no row fills the width
     chosen = range(2, 13)
-    microbatches = ppo.pack(queries, query_mask, responses, responses >= 0, chosen, max_tokens)
+    microbatches = algo.pack(queries, query_mask, responses, responses >= 0, chosen, max_tokens)
     order = [i for mb in microbatches for i in mb.at[0].tolist()]
     assert sorted(order) == list(chosen)
     sizes = [len(prompts[i] + answers[i]) for i in order]
@@ -452,22 +460,22 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("text, number", [(text, n) for n, texts in NUMBERS.items() for text in texts.split("|")])
-def test_gsm8k_number(ppo, text, number):
-    found = ppo.gsm8k_number(text)
+def test_gsm8k_number(algo, text, number):
+    found = algo.gsm8k_number(text)
     assert found == number and isinstance(found, Decimal | None)
 
 
-def test_gsm8k_number_is_quick(ppo):
+def test_gsm8k_number_is_quick(algo):
     """A model that has gone wrong may write nothing but white space after the mark."""
     for filler in " ", "\n", "-", ",", "1", "1,", "$ ":
         start = time.process_time()
-        ppo.gsm8k_number("####" + filler * 500 + "x")
+        algo.gsm8k_number("####" + filler * 500 + "x")
         assert time.process_time() - start < 0.2, repr(filler)
 
 
-def test_reward_functions(ppo):
+def test_reward_functions(algo):
     responses = ["so #### 5", "#### 5.0", "#### 6", "5", "", "#### 0.1 ", "#### 9007199254740993"]
     answers = ["2 + 3 = 5\n#### 5"] * 4 + ["no number", "#### .10", "#### 9007199254740992"]
-    assert ppo.gsm8k([""] * 7, responses, answers) == [1, 1, 0, 0, 0, 1, 0]
-    exact = ppo.exact([""] * 5, [" yes\n", "Yes", "", "5", "yes no"], ["yes", "yes", "yes", 5, "yes"])
+    assert algo.gsm8k([""] * 7, responses, answers) == [1, 1, 0, 0, 0, 1, 0]
+    exact = algo.exact([""] * 5, [" yes\n", "Yes", "", "5", "yes no"], ["yes", "yes", "yes", 5, "yes"])
     assert exact == [1, 0, 0, 1, 0] and all(isinstance(score, float) for score in exact)

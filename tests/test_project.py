@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import tokenize
 from dataclasses import fields
 
 import pytest
+import tyro
 from conftest import ROOT, load_script
 
 TINY = ROOT / "benchmarks" / "tiny"
@@ -133,18 +135,40 @@ def test_every_flag_is_read(script):
     assert not {name for name in args if not re.search(rf"\bargs\.{name}\b", source)}
 
 
-def find_flags(text):
-    return {flag.replace("-", "_") for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)(?![\w-])", text)}
+def readme():
+    return (ROOT / "README.md").read_text().replace("\\\n", " ")
 
 
 def test_flags_in_the_readme_exist():
-    readme = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    known = {script: {field.name for field in fields(load_script(script).Args)} for script in CEILINGS}
-    assert find_flags(readme) <= set().union(*known.values()) | {"labels", "output", "seeds", "flags", "script", "x"}
-    commands = re.findall(r"\b(\w+_llm)\.py((?: +(?:--\S+|[^-`#\n][^`#\n]*?))*)\s*[`#\n]", readme)
-    for script, flags in commands:  # each script with flags of its own
-        assert find_flags(flags) - {"flags"} <= known[script], (script, flags)
-    assert sum(len(find_flags(flags)) > 0 for script, flags in commands if script == "grpo_llm") >= 6
+    shown = {flag.replace("-", "_") for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)(?![\w-])", readme())}
+    known = {field.name for script in CEILINGS for field in fields(load_script(script).Args)}
+    assert shown <= known | {"labels", "output", "metrics", "seeds", "flags", "script"}  # and of the benchmark scripts
+
+
+def check_flags(script, flags):
+    """That the script takes these flags together, on two processes."""
+    module = load_script(script)
+    module.check_args(tyro.cli(module.Args, args=shlex.split(flags)), 2)
+
+
+def test_commands_in_the_readme_are_legal():
+    blocks = re.findall(r"```bash\n(.*?)```", readme(), re.S)
+    commands = [part for block in blocks for line in block.splitlines() for part in line.split("&&")]
+    learning = [line for line in commands if "learning.py" in line]
+    for line in learning:
+        script = re.search(r"--script (\w+)\.py", line)
+        check_flags(script[1] if script else "ppo_llm", re.search(r'--flags="([^"]*)"|$', line)[1] or "")
+    direct = [re.search(r" (\w+_llm)\.py ?(.*)", line) for line in commands if "accelerate launch" in line]
+    for match in direct:
+        check_flags(match[1], match[2].replace("...", ""))
+    assert len(learning) >= 5 and {match[1] for match in direct} == set(CEILINGS)
+
+
+def test_named_algorithms_in_the_readme_are_legal():
+    rows = dict(re.findall(r"^\| (\S+) \| `(--[^`]*)` \|", readme(), re.M))
+    assert rows.keys() >= {"Dr.GRPO", "RLOO", "REINFORCE++", "DAPO", "GSPO"}
+    for flags in rows.values():
+        check_flags("grpo_llm", flags)
 
 
 def test_ci_ends_with_the_test_command_of_the_readme():
@@ -243,3 +267,20 @@ def test_summary_of_runs(tmp_path):
     assert [line.split(" | ")[0] for line in lines] == ["| 2", "| 10"] and len(header.split("|")) == 12
     without = [{k: v for k, v in row.items() if "critic" not in k} for row in rows]
     assert "explained variance" not in learning.summarise(without)
+
+
+def test_comparison_of_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    learning, compare = load_benchmark("learning"), load_benchmark("compare")
+    for name, seeds in {"one": (1,), "two": (1, 2)}.items():
+        (tmp_path / name).mkdir()
+        for seed in seeds:
+            rows = [{"step": s, "responses": 2560 * s, "time/iteration": s + seed} for s in range(12)]
+            for step in (10, 11):
+                rows[step] |= {"eval/score": seed / 10, "eval/score_sampled": step / 100 + seed / 100}
+            rows[-1] |= {"time/launch_to_exit": 100} | ({"kl/mean": 0.5} if name == "one" else {})
+            learning.write_compact(rows, tmp_path / name / f"seed_{seed}.csv")
+    _, _, one, two = compare.make_table(tmp_path, ["one", "two"]).splitlines()
+    assert one == "| one | 1 | 0.100 | 0.110 | 0.120 | 0.500 | 28,160 | 7.00 | 100 |"
+    cells = "0.150 (0.100-0.200) | 0.115 (0.110-0.120) | 0.125 (0.120-0.130) |  | 28,160 | 7.50 (7.00-8.00) | 100"
+    assert two == f"| two | 2 | {cells} |"

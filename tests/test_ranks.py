@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TOY_REWARD, make_model, read_metrics, toy_rows, write_rows
+from conftest import TOY_REWARD, has_critic, make_model, read_metrics, toy_rows, write_rows
 from safetensors.torch import load_file
 
 REWARDS = (
@@ -31,20 +31,21 @@ MICROBATCH_TOKENS = 1, 40, 10_000  # one row, at most two, all
 UNLIKE = "time/", "throughput/", "memory/"  # what differs from run to run
 
 
-def start_worker(folder, world_size, rank, port):
+def start_worker(script, folder, world_size, rank, port):
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # gloo ranks need no GPU of their own
     if world_size > 1:
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         env |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    command = [sys.executable, str(Path(__file__).with_name("ranks_worker.py")), str(folder)]
+    command = [sys.executable, str(Path(__file__).with_name("ranks_worker.py")), script, str(folder)]
     with open(folder / f"{world_size}-{rank}.txt", "w") as output:
         return subprocess.Popen(command, env=env, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
 
 
 class Results:
-    def __init__(self, folder, exit_codes):
+    def __init__(self, algo, folder, exit_codes):
         self.folder, self.exit_codes = folder, exit_codes
+        self.parts = ("actor", "critic") if has_critic(algo) else ("actor",)
 
     def output(self, world_size, rank):
         return (self.folder / f"{world_size}-{rank}.txt").read_text()
@@ -62,7 +63,7 @@ class Results:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(algo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     make_model(folder / "model", initializer_range=0.05)  # milder: less is lost by cancellation, 1e-6 is within reach
     write_rows(folder / "train.jsonl", toy_rows(24))
@@ -73,7 +74,7 @@ def ranks(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    workers = [start_worker(folder, *of, port) for of in ((1, 0), (2, 0), (2, 1))]
+    workers = [start_worker(algo.__name__, folder, *of, port) for of in ((1, 0), (2, 0), (2, 1))]
     deadline, exit_codes = time.time() + 300, []
     for worker in workers:
         try:
@@ -81,7 +82,7 @@ def ranks(tmp_path_factory):
         except subprocess.TimeoutExpired:
             worker.kill()
             exit_codes.append("hung")
-    return Results(folder, exit_codes)
+    return Results(algo, folder, exit_codes)
 
 
 def largest_difference(a, b):
@@ -95,6 +96,8 @@ def assert_close(found, expected, tolerance, where=""):
         assert math.isclose(found[key], value, rel_tol=tolerance, abs_tol=tolerance), (where, key, found[key], value)
 
 
+for_each_run = pytest.mark.parametrize("name", ["fixed", "sampled", "own"])
+
 # Data and noise
 
 
@@ -104,12 +107,20 @@ def rows_of(results, world_size, name):
     return [sorted(chain(*minibatch)) for minibatch in zip(*parts)]
 
 
-@pytest.mark.parametrize("name", ["fixed", "sampled"])
+@for_each_run
 def test_minibatches_hold_the_same_prompts_and_responses(ranks, name):
     one, two = rows_of(ranks, 1, name), rows_of(ranks, 2, name)
-    assert len(one) == len(two) == {"fixed": 3 * 4, "sampled": 4 * 2}[name]
+    assert len(one) == len(two) == {"fixed": 3 * 4, "sampled": 4 * 2, "own": 2 * 2}[name]
     assert one == two
-    assert all(len(minibatch) == {"fixed": 4, "sampled": 8}[name] for minibatch in one)
+    assert all(len(minibatch) == {"fixed": 4, "sampled": 8, "own": 8}[name] for minibatch in one)
+
+
+@for_each_run
+def test_no_minibatch_splits_a_group(ranks, name):
+    for rank in (0, 1):
+        for minibatch in ranks(2, rank, name)["minibatches"]:
+            prompts = [prompt for prompt, _ in minibatch]
+            assert prompts and prompts[::2] == prompts[1::2] and len(set(map(str, prompts))) == len(prompts) / 2
 
 
 def test_ranks_share_out_the_prompts(ranks):
@@ -160,9 +171,9 @@ def test_whitening_spans_the_ranks(ranks):
 
 @pytest.mark.parametrize("mode", LOSS_AGGS)
 def test_gradients_do_not_depend_on_microbatches_or_processes(ranks, mode):
-    """4 actor steps, then 4 critic steps; plain SGD, all terms of both losses, rank 1's responses much the shorter."""
+    """2 actor steps per epoch, then as many of the critic; SGD, all loss terms, rank 1's responses much the shorter."""
     expected = ranks(1, 0, f"gradients {mode} {MICROBATCH_TOKENS[-1]}")
-    assert len(expected["steps"]) == 8 and all(len(sizes) == 1 for sizes in expected["sizes"])
+    assert len(expected["steps"]) == 4 * len(ranks.parts) and all(len(sizes) == 1 for sizes in expected["sizes"])
     assert all(step["gradient"].abs().max() > 1e-3 for step in expected["steps"])
     for tokens in MICROBATCH_TOKENS:
         for world_size, rank in ((1, 0), (2, 0), (2, 1)):
@@ -180,36 +191,38 @@ def test_gradients_do_not_depend_on_microbatches_or_processes(ranks, mode):
                 )
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("fixed", 1e-6), ("sampled", 1e-4)])
-def test_weights_are_those_of_one_process(ranks, name, tolerance):
+@for_each_run
+def test_weights_are_those_of_one_process(ranks, name):
     """SGD after fixed rollouts is exact; AdamW divides by the gradient's size and enlarges the rounding errors."""
+    tolerance = 1e-4 if name == "sampled" else 1e-6
     expected, ours, theirs = ranks(1, 0, name), ranks(2, 0, name), ranks(2, 1, name)
     start = load_file(ranks.folder / "model" / "model.safetensors")
     assert (
         largest_difference(ours["weights"]["actor"]["model.lm_head.weight"], start["lm_head.weight"]) > 100 * tolerance
     )
-    for key in ("actor", "critic"):
+    for key in ranks.parts:
         for n, weight in expected["weights"][key].items():
             assert torch.equal(ours["weights"][key][n], theirs["weights"][key][n]), (key, n)
             assert largest_difference(ours["weights"][key][n], weight) < tolerance, (key, n)
 
 
-@pytest.mark.parametrize("name", ["fixed", "sampled"])
+@for_each_run
 def test_metrics_are_those_of_one_process(ranks, name):
     ranks(2, 1, name)
     one, two = ranks.metrics(1, name), ranks.metrics(2, name)
-    assert len(one) == len(two) == {"fixed": 4, "sampled": 5}[name]
+    assert len(one) == len(two) == {"fixed": 4, "sampled": 5, "own": 3}[name]
     for found, expected in zip(two, one):
         found, expected = ({k: v for k, v in m.items() if not k.startswith(UNLIKE)} for m in (found, expected))
         assert_close(found, expected, 1e-5, f"step {found['step']}")
-    assert {"kl/mean", "kl/coef", "critic/explained_variance", "advantage/std", "actor/clipfrac_dual"} <= found.keys()
+    own = "critic/explained_variance" if "critic" in ranks.parts else "group/zero_std_frac"
+    assert {"kl/mean", "kl/coef", own, "advantage/std", "actor/clipfrac_dual"} <= found.keys()
     assert two[-1]["throughput/tokens_per_second"] > 0
 
 
 def test_the_learning_rate_counts_iterations(ranks):
     for world_size, rank in ((1, 0), (2, 0), (2, 1)):
         rates = [step["lr"] for step in ranks(world_size, rank, "sampled")["steps"]]
-        assert rates == pytest.approx([0.5e-3] * 8 + [1e-3] * 8 + [1e-3] * 8 + [0.5e-3] * 8)
+        assert rates == pytest.approx([lr for lr in (0.5e-3, 1e-3, 1e-3, 0.5e-3) for _ in range(4 * len(ranks.parts))])
 
 
 # Decisions
@@ -217,13 +230,14 @@ def test_the_learning_rate_counts_iterations(ranks):
 
 def num_actor_steps(found, num_critic_steps):
     sizes = [len(step["gradient"]) for step in found["steps"]]
-    assert sizes.count(sizes[-1]) == num_critic_steps  # the critic goes on
+    assert num_critic_steps == 0 or sizes.count(sizes[-1]) == num_critic_steps  # the critic goes on
     return len(sizes) - num_critic_steps
 
 
 @pytest.mark.parametrize("name", ["drift of one rank", "drift of all"])
 def test_all_ranks_stop_at_the_target_kl(ranks, name):
-    one, *two = [num_actor_steps(ranks(*of, name), 8) for of in ((1, 0), (2, 0), (2, 1))]
+    num_critic_steps = 8 if "critic" in ranks.parts else 0
+    one, *two = [num_actor_steps(ranks(*of, name), num_critic_steps) for of in ((1, 0), (2, 0), (2, 1))]
     assert two == [one, one]
     assert one == 0 if name == "drift of all" else 0 < one < 8
 

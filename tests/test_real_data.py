@@ -3,52 +3,53 @@
 import json
 
 import pytest
-from conftest import ROOT, make_tokenizer, read_metrics
+from conftest import ROOT, has_critic, make_tokenizer, read_metrics
 
 
 @pytest.mark.parametrize("split, size", [("train", 7473), ("test", 1319)])
-def test_every_gold_solution_of_gsm8k_scores_one(ppo, data_dir, split, size):
+def test_every_gold_solution_of_gsm8k_scores_one(algo, data_dir, split, size):
     """Raw GSM8K, loaded as `main` loads it: the gold solutions, given as responses, all score 1.0."""
-    args = ppo.Args(max_prompt_length=10_000, prompt_template="{prompt}\\nAnswer:")
-    rows, summary = ppo.load_prompts(str(data_dir / "gsm8k" / f"{split}.jsonl"), split, args, make_tokenizer())
+    args = algo.Args(max_prompt_length=10_000, prompt_template="{prompt}\\nAnswer:")
+    rows, summary = algo.load_prompts(str(data_dir / "gsm8k" / f"{split}.jsonl"), split, args, make_tokenizer())
     assert len(rows) == size and f"GSM8K raw): {size} rows, 0 too long" in summary
     assert rows[0]["prompt"].endswith("\nAnswer:")
-    scores = ppo.compute_scores(ppo.gsm8k, rows, [row["answer"] for row in rows])
+    scores = algo.compute_scores(algo.gsm8k, rows, [row["answer"] for row in rows])
     assert scores == [1.0] * size
     # A neighbour's solution is right only when its number happens to be the same.
-    shifted = ppo.compute_scores(ppo.gsm8k, rows, [row["answer"] for row in rows[1:] + rows[:1]])
+    shifted = algo.compute_scores(algo.gsm8k, rows, [row["answer"] for row in rows[1:] + rows[:1]])
     assert sum(shifted) < 0.05 * size
 
 
-def test_sad_reward_on_the_real_lexicon(ppo, data_dir, monkeypatch):
+def test_sad_reward_on_the_real_lexicon(algo, data_dir, monkeypatch):
     monkeypatch.setenv("VADER_LEXICON", str(data_dir / "vader" / "vader_lexicon.txt"))
-    sad = ppo.load_reward(f"{ROOT}/benchmarks/rewards.py:sad")
+    sad = algo.load_reward(f"{ROOT}/benchmarks/rewards.py:sad")
     # happy 2.7, sad -2.1, cried -1.6 in the lexicon
     scores = sad(["p"] * 4, ["A happy dog.", "Sad, she cried!", "the dog", ""], [None] * 4)
     assert scores == pytest.approx([-2.7 / 3, (2.1 + 1.6) / 3, 0.0, 0.0])
 
 
-def test_sad_reward_without_a_lexicon_says_what_to_install(ppo, monkeypatch):
+def test_sad_reward_without_a_lexicon_says_what_to_install(algo, monkeypatch):
     monkeypatch.delenv("VADER_LEXICON", raising=False)
     monkeypatch.setitem(__import__("sys").modules, "vaderSentiment", None)  # as if it were not installed
-    sad = ppo.load_reward(f"{ROOT}/benchmarks/rewards.py:sad")
-    with pytest.raises(ppo.UserError, match="pip install vaderSentiment"):
-        ppo.compute_scores(sad, [{"prompt": "p", "answer": None, "columns": {}}], ["x"])
+    sad = algo.load_reward(f"{ROOT}/benchmarks/rewards.py:sad")
+    with pytest.raises(algo.UserError, match="pip install vaderSentiment"):
+        algo.compute_scores(sad, [{"prompt": "p", "answer": None, "columns": {}}], ["x"])
 
 
 @pytest.mark.slow
-def test_a_real_pretrained_model_trains_on_real_prompts(ppo, data_dir, tmp_path, monkeypatch):
+def test_a_real_pretrained_model_trains_on_real_prompts(algo, data_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("VADER_LEXICON", str(data_dir / "vader" / "vader_lexicon.txt"))
     stories = data_dir / "story_prompts"
-    run_dir = ppo.main(
-        ppo.Args(
+    sizes = {"batch_size": 16, "group_size": 1} if has_critic(algo) else {"batch_size": 8, "group_size": 2}
+    run_dir = algo.main(
+        algo.Args(
+            **sizes,
             model=str(data_dir / "stories260K"),
             dataset=str(stories / "story_train.parquet"),
             eval_dataset=str(stories / "story_test.parquet"),
             prompt_column="prompt_text",
             reward=f"{ROOT}/benchmarks/rewards.py:sad",
             max_response_length=16,
-            batch_size=16,
             minibatch_size=8,
             total_iterations=2,
             eval_every=0,

@@ -1,0 +1,51 @@
+"""One table of several results of benchmarks/learning.py: means over the seeds, with the lowest and highest.
+
+python benchmarks/compare.py ppo grpo dr_grpo rloo reinforce_pp dapo > benchmarks/results/comparison.md
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+
+import plot
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def last(metric):
+    return lambda run: [row[metric] for row in run if metric in row][-1]
+
+
+COLUMNS = {  # title: (number of a run, digits)
+    "greedy after": (last("eval/score"), 3),
+    "sampled at iteration 10": (lambda run: next(row["eval/score_sampled"] for row in run if row["step"] == 10), 3),
+    "sampled after": (last("eval/score_sampled"), 3),
+    "KL per token after": (last("kl/mean"), 3),
+    "responses sampled": (last("responses"), 0),
+    "seconds per iteration": (lambda run: statistics.median(row["time/iteration"] for row in run[1:]), 2),
+    "seconds in all": (last("time/launch_to_exit"), 0),
+}
+
+
+def make_table(results, names):
+    """Markdown; a cell is empty where a run did not measure it (no reference model, no KL)."""
+    lines = [["", "seeds", *COLUMNS], ["---"] * (len(COLUMNS) + 2)]
+    for name in names:
+        runs, cells = plot.read_runs(results / name), []
+        for number, digits in COLUMNS.values():
+            try:
+                values = [number(run) for run in runs]
+            except IndexError:
+                values = []
+            ends = [f"{f(values):,.{digits}f}" for f in (statistics.mean, min, max)] if values else [""]
+            cells.append(ends[0] if len(set(ends)) == 1 else f"{ends[0]} ({ends[1]}-{ends[2]})")
+        lines.append([name, str(len(runs)), *cells])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", help="folders under benchmarks/results/")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    print(make_table(args.results, args.names))
