@@ -732,7 +732,7 @@ def pack(queries, query_mask, responses, response_mask, rows, max_tokens):
             parts.append([row])
             widths = lengths[row]
     microbatches = []
-    for part in parts:
+    for part in parts:  # at least one column: rows without a valid token take part as well
         p, t = (max(1, *column) for column in zip(*(lengths[i] for i in part)))
         index = torch.tensor(part, device=queries.device)
         prompt, response = (index, slice(queries.shape[1] - p, None)), (index, slice(t))
@@ -982,11 +982,8 @@ def main(args: Args):
     say(f"  memory     {gib:.2f} GiB of model state per device: 16 bytes per trained, 4 per frozen parameter")
     say(f"  train      {train_summary}\n  eval       {eval_summary}\n  reward     {args.reward}")
     say(f"  batch      {args.batch_size} prompts x {args.group_size} = {num_responses} responses per iteration")
-    say(
-        f"  loss       {args.estimator}, {args.importance_level} ratio clipped at -{args.clip_low} +{args.clip_high}, ",
-        end="",
-    )
-    say(f"{args.loss_agg}, dynamic sampling {'on' if args.dynamic_sampling else 'off'}")
+    say(f"  loss       {args.estimator}, {args.loss_agg}, {args.importance_level} ratio, ", end="")
+    say(f"clip -{args.clip_low} +{args.clip_high}, dynamic sampling {'on' if args.dynamic_sampling else 'off'}")
     say(f"  steps      {num_minibatches} minibatches of {args.minibatch_size} ({local_size} per process)", end="")
     say(f" x {args.ppo_epochs} epoch(s) = {num_steps} optimizer steps per iteration")
     if num_steps == 1:
@@ -994,10 +991,8 @@ def main(args: Args):
     if args.top_p < 1 or args.top_k > 0:
         say("  warning    top-p/top-k truncate what is sampled but not the log-probs: the ratio is biased")
     if args.kl_reward_coef > 0 and args.estimator == "grpo":
-        say(
-            "  warning    grpo divides by the group's std: where scores tie, the KL in the reward decides, whatever its"
-        )
-        say("             coefficient; prefer --kl-loss-coef, or --estimator dr_grpo or rloo")
+        say("  warning    grpo divides by the group's std: where scores tie, the KL in the reward decides, however")
+        say("             small its coefficient; prefer --kl-loss-coef, or --estimator dr_grpo or rloo")
     if args.kl_loss_coef > 0 and args.kl_loss_kind == "k1":
         say("  warning    k1 in the loss has zero expected gradient: noise, and no pull to the reference")
     say(f"  run folder {run_dir}", flush=True)
@@ -1019,7 +1014,7 @@ def main(args: Args):
         if iteration > 0:
             # Phases 1 and 2 once, or with --dynamic-sampling until every rank has its share of groups with a signal.
             rows, texts, parts = [], [], []
-            noise = generator("rollout", args.seed, iteration)
+            noise = generator("rollout", args.seed, iteration)  # goes on from one rollout to the next
             for _ in range(1 + args.max_resamples if args.dynamic_sampling else 1):
                 # 1. Rollout: this rank's prompts, group_size responses each.
                 with phase("rollout"):
@@ -1064,10 +1059,8 @@ def main(args: Args):
                     break
             if num_groups == 0:
                 save_models(run_dir / "final", {".": policy}, tokenizer, accelerator)
-                what = (
-                    f"iteration {iteration}: {len(parts)} rollouts of {args.batch_size} prompts left a process with no"
-                )
-                what += f" group whose responses score differently; the model so far is in {run_dir}/final"
+                what = f"iteration {iteration}: {len(parts)} rollouts of {args.batch_size} prompts left a process"
+                what += f" without a group whose responses score differently; the model so far is in {run_dir}/final"
                 with errors_agreed(accelerator):
                     raise UserError(f"{what}; change reward, data or --temperature, or raise --max-resamples")
             # From here on B, and every name, is of what is kept; the surplus goes.

@@ -723,7 +723,7 @@ def pack(queries, query_mask, responses, response_mask, rows, max_tokens):
             parts.append([row])
             widths = lengths[row]
     microbatches = []
-    for part in parts:
+    for part in parts:  # at least one column: rows without a valid token take part as well
         p, t = (max(1, *column) for column in zip(*(lengths[i] for i in part)))
         index = torch.tensor(part, device=queries.device)
         prompt, response = (index, slice(queries.shape[1] - p, None)), (index, slice(t))
@@ -1001,8 +1001,8 @@ def main(args: Args):
                 num_drawn += args.batch_size
                 rows = [row for row in batch for _ in range(args.group_size)]
                 queries, query_mask = left_pad([row["input_ids"] for row in batch], pad_id, device)  # (N,P)
-                noise = generator("rollout", args.seed, iteration)
                 # Noise of the whole global batch, of which each rank takes its rows: the same at any process count.
+                noise = generator("rollout", args.seed, iteration)
                 shape = (args.batch_size, args.group_size, args.max_response_length)
                 uniforms = torch.rand(shape, generator=noise, dtype=torch.float64)
                 uniforms = uniforms[rank::world_size].flatten(0, 1).to(device)  # (B,T)

@@ -175,6 +175,8 @@ def test_gradients_do_not_depend_on_microbatches_or_processes(ranks, mode):
     expected = ranks(1, 0, f"gradients {mode} {MICROBATCH_TOKENS[-1]}")
     assert len(expected["steps"]) == 4 * len(ranks.parts) and all(len(sizes) == 1 for sizes in expected["sizes"])
     assert all(step["gradient"].abs().max() > 1e-3 for step in expected["steps"])
+    # Sums over tokens have entries of about 2, and rounding errors to match: 1.02e-6 on one CPU, below 1e-6 on another.
+    bound = 2e-6 if mode == "seq-mean-token-sum" else 1e-6
     for tokens in MICROBATCH_TOKENS:
         for world_size, rank in ((1, 0), (2, 0), (2, 1)):
             found, where = ranks(world_size, rank, f"gradients {mode} {tokens}"), (tokens, world_size, rank)
@@ -182,13 +184,7 @@ def test_gradients_do_not_depend_on_microbatches_or_processes(ranks, mode):
             assert widest == {1: 1, 40: 2, 10_000: 8 // world_size}[tokens], where
             for i, (step, reference) in enumerate(zip(found["steps"], expected["steps"])):
                 difference = largest_difference(step["gradient"], reference["gradient"])
-                # fp32 holds seven digits: entries of these gradients are sums that may be larger than 1.
-                assert difference < 1e-6 * max(1, reference["gradient"].abs().max()), (
-                    where,
-                    "actor" if i < 4 else "critic",
-                    i,
-                    difference,
-                )
+                assert difference < bound, (where, "actor" if i < 4 else "critic", i, difference)
 
 
 @for_each_run
