@@ -55,6 +55,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
 KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
+LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
 @dataclass
@@ -136,9 +137,7 @@ class Args:
     """keep new values this close to the old ones in the critic loss"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus"""
-    loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    loss_agg: LossAgg = "token-mean"
     """how token losses become one number (policy, KL, entropy; the value loss is always token-mean)"""
     target_kl: float | None = None
     """stop this iteration's actor updates before a step whose approximate KL to the old policy is above this"""
@@ -403,7 +402,7 @@ def response_states(backbone, input_ids, attention_mask, num_response_tokens):
 
 
 class Policy(nn.Module):
-    """Log-probs of response tokens under a causal language model. DDP wraps it: every gradient goes through forward."""
+    """Log-probs of response tokens under a causal language model. DDP, FSDP wrap it: gradients go through forward."""
 
     def __init__(self, model, entropy_needs_grad=False):
         super().__init__()
@@ -771,7 +770,7 @@ class Moments:
 
 
 def evaluate(model, tokenizer, rows, reward_function, args, accelerator, eos_ids, pad_id):
-    """Scores every row once greedily and once sampled at temperature 1: (metrics, this rank's completions).
+    """Scores every row once greedily and once sampled at temperature 1: (`Moments`, completions), this rank's share.
 
     The sampling noise of a row is the same in every evaluation, so that two evaluations differ by the model alone.
     """
@@ -782,30 +781,31 @@ def evaluate(model, tokenizer, rows, reward_function, args, accelerator, eos_ids
     size, moments, completions = math.ceil(args.batch_size * args.group_size / world_size), Moments(device), []
     for name in ("eval/score", "eval/score_sampled", "eval/length_mean"):
         moments.add(name, torch.zeros(0, device=device))  # a rank may have no row, yet takes part in the sum
-    with errors_agreed(accelerator):
-        for index in (local[i : i + size] for i in range(0, len(local), size)):
-            chunk = [rows[i] for i in index]
-            queries, query_mask = left_pad([row["input_ids"] for row in chunk], pad_id, device)
-            result = [{"prompt": row["prompt"], "answer": row["answer"]} for row in chunk]
-            for name, temperature in (("score", 0.0), ("score_sampled", 1.0)):
-                uniforms = noise[index].to(device)
-                with accelerator.autocast():
-                    responses, _ = generate(model, queries, query_mask, uniforms, eos_ids, pad_id, temperature)
-                response_mask = make_response_mask(responses, eos_ids)
-                texts = decode(tokenizer, responses, response_mask)
-                scores = compute_scores(reward_function, chunk, texts)
-                moments.add(f"eval/{name}", torch.tensor(scores, device=device))
-                for entry, text, score in zip(result, texts, scores):
-                    entry.update({name.replace("score", "response"): text, name: score})
-            moments.add("eval/length_mean", response_mask.sum(1))
-            completions += result
-    return moments.reduce()[0], completions
+    for index in (local[i : i + size] for i in range(0, len(local), size)):
+        chunk = [rows[i] for i in index]
+        queries, query_mask = left_pad([row["input_ids"] for row in chunk], pad_id, device)
+        result = [{"prompt": row["prompt"], "answer": row["answer"]} for row in chunk]
+        for name, temperature in (("score", 0.0), ("score_sampled", 1.0)):
+            uniforms = noise[index].to(device)
+            with accelerator.autocast():
+                responses, _ = generate(model, queries, query_mask, uniforms, eos_ids, pad_id, temperature)
+            response_mask = make_response_mask(responses, eos_ids)
+            texts = decode(tokenizer, responses, response_mask)
+            scores = compute_scores(reward_function, chunk, texts)
+            moments.add(f"eval/{name}", torch.tensor(scores, device=device))
+            for entry, text, score in zip(result, texts, scores):
+                entry.update({name.replace("score", "response"): text, name: score})
+        moments.add("eval/length_mean", response_mask.sum(1))
+        completions += result
+    return moments, completions
 
 
 @contextmanager
 def written_whole(path):
     """Yields a temporary path that takes the name `path` once the block is done: what has the name is complete."""
     temporary = path.with_name(f".{path.name}.tmp")
+    if temporary.is_dir():  # of a run that was killed
+        shutil.rmtree(temporary)
     yield temporary
     if path.is_dir():  # a folder cannot be renamed over a full one
         old = path.with_name(f".{path.name}.old")
@@ -866,9 +866,7 @@ def check_args(args, world_size):
         legal = [size for size in range(unit, num_responses + 1, unit) if num_responses % size == 0]
         nearest = min(legal, key=lambda size: abs(size - args.minibatch_size))
         what = f"--batch-size {args.batch_size} x --group-size {args.group_size} = {total} responses are not divisible"
-        what += (
-            f" into minibatches of --minibatch-size {args.minibatch_size} that {world_size} processes share by groups"
-        )
+        what += f" into minibatches of --minibatch-size {args.minibatch_size} shared by {world_size} processes"
         raise UserError(f"{what}; the nearest sizes that are: --batch-size {batch_size} --minibatch-size {nearest}")
     if args.kl_controller == "adaptive" and (args.kl_reward_coef == 0 or args.kl_horizon <= 0.2 * total):
         needs = f"a --kl-reward-coef above 0 and a --kl-horizon above 0.2 x {total} responses"
@@ -884,7 +882,7 @@ def main(args: Args):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # torch renames it, accelerate does not know yet
+    warnings.filterwarnings("ignore", message=".*(broadcast_buffers|gradient_checkpointing_enable).*")  # new names
 
     bf16_works = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and bf16_works)
@@ -1165,10 +1163,11 @@ def main(args: Args):
         if evaluating and eval_rows:
             if iteration == 0:
                 say(f"evaluation before training begins {time.time() - start_time:.1f} s after the start", flush=True)
-            with phase("eval"):
+            with phase("eval"), errors_agreed(accelerator):
                 actor = accelerator.unwrap_model(policy).model
                 task = tokenizer, eval_rows, reward_function, args
-                results, dump = evaluate(actor, *task, accelerator, eos_ids, pad_id)
+                scored, dump = evaluate(actor, *task, accelerator, eos_ids, pad_id)
+            results, _ = scored.reduce()
             save_completions(run_dir / "completions" / f"eval_{iteration:06d}.jsonl", dump, accelerator)
             metrics |= results | {"time/eval": seconds["time/eval"]}
             score, sampled, length = (results[f"eval/{name}"] for name in ("score", "score_sampled", "length_mean"))

@@ -29,7 +29,7 @@ def load_script(name):
     return sys.modules[name]
 
 
-SCRIPTS = "ppo_llm", "grpo_llm"
+SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 CRITIC_FLAGS = {"critic_model", "critic_lr", "critic_warmup_iterations", "value_clip"}
 CRITIC_FLAGS |= {"gamma", "lam", "whiten_advantages"}
 
@@ -38,11 +38,12 @@ CRITIC_FLAGS |= {"gamma", "lam", "whiten_advantages"}
 # ranks, a launch) must not parametrise it themselves: pytest would make that fixture anew for every test.
 @pytest.fixture(scope="module", params=SCRIPTS)
 def algo(request):
-    """Each script in turn, as a module. `only_ppo` and `only_grpo` keep a test that uses it to one of them."""
+    """Each script in turn, as a module. `only_ppo` and `only_grpo` keep a test that uses it to some of them."""
     return load_script(request.param)
 
 
-only_ppo, only_grpo = (pytest.mark.parametrize("algo", [name], indirect=True) for name in SCRIPTS)
+only_ppo = pytest.mark.parametrize("algo", ["ppo_llm", "ppo_llm_fsdp"], indirect=True)
+only_grpo = pytest.mark.parametrize("algo", ["grpo_llm"], indirect=True)
 
 
 @pytest.fixture(scope="session")

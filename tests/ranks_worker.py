@@ -1,8 +1,8 @@
 """Runs every scenario of test_ranks.py one after the other, as one of two ranks or alone, and saves what happened.
 
-    python ranks_worker.py SCRIPT FOLDER        RANK, WORLD_SIZE, ... in the environment make it a rank
+    python ranks_worker.py SCRIPT FOLDER [FUNCTION]      RANK, WORLD_SIZE, ... in the environment make it a rank
 
-SCRIPT is ppo_llm or grpo_llm; FOLDER holds the model, data and rewards.
+SCRIPT is ppo_llm, grpo_llm or ppo_llm_fsdp; FOLDER holds the model, data and rewards. FUNCTION runs other scenarios.
 """
 
 import os
@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from test_ranks import LOSS_AGGS, MICROBATCH_TOKENS
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 SCRIPT, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -47,6 +48,11 @@ def fixed_responses(model, queries, query_mask, uniforms, eos_ids, pad_id, *samp
         if length <= width:
             responses[i, length - 1] = eos_ids[0]
     return responses, torch.zeros(num_rows, width)
+
+
+def whole(tensor):
+    """The tensor of which every rank has a shard."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def drifted(has_drifted):
@@ -85,12 +91,13 @@ def record(name, sgd=True, generate=fixed_responses, forward_all=None, **changes
     def spy_save(path, models, tokenizer, accelerator):
         for key, model in zip(("actor", "critic"), models.values()):
             parameters = accelerator.unwrap_model(model).named_parameters()
-            found["weights"][key] = {n: p.detach().clone() for n, p in parameters}
+            found["weights"][key] = {n: whole(p.detach()).clone() for n, p in parameters}
         save_models(path, models, tokenizer, accelerator)
 
     def spy_step(optimizer, args, kwargs):
         (group,) = optimizer.param_groups
-        gradient = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in group["params"]])
+        parts = [torch.zeros(p.numel()) if p.grad is None else whole(p.grad).flatten() for p in group["params"]]
+        gradient = torch.cat(parts)
         found["steps"].append({"lr": group["lr"], "gradient": gradient})
 
     files = {"model": FOLDER / "model", "dataset": FOLDER / "train.jsonl", "output_dir": FOLDER / f"runs-{WORLD}"}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from conftest import SCRIPTS, has_critic, make_model, make_tokenizer, only_grpo, only_ppo, toy_rows, write_rows
 from transformers import (
     AutoModelForCausalLM,
@@ -20,9 +21,10 @@ NOT_NEGATIVE = "total_iterations top_k lr warmup_iterations weight_decay clip_lo
 NOT_NEGATIVE += " seed clip_high missing_eos_penalty entropy_coef kl_reward_coef kl_loss_coef eval_every"
 
 
-def for_each_script(names, shared, ppo=(), grpo=()):
-    """Parametrises a test with the values that concern both scripts and those that concern one."""
-    cases = [(script, value) for script, own in zip(SCRIPTS, (ppo, grpo)) for value in [*shared, *own]]
+def for_each_script(names, shared, ppo=(), grpo=(), fsdp=()):
+    """Parametrises a test with the values that concern all scripts and those that concern one kind of them."""
+    own = {"ppo_llm": ppo, "grpo_llm": grpo, "ppo_llm_fsdp": [*ppo, *fsdp]}
+    cases = [(script, value) for script in SCRIPTS for value in [*shared, *own[script]]]
     cases = [(script, *value) if isinstance(value, tuple) else (script, value) for script, value in cases]
     return pytest.mark.parametrize(f"algo, {names}", cases, indirect=["algo"])
 
@@ -51,7 +53,7 @@ def says(message, *parts):
 # --- flags -----------------------------------------------------------------------------------------------------------
 
 
-@for_each_script("name", POSITIVE.split(), ppo=["value_clip"])
+@for_each_script("name", POSITIVE.split(), ppo=["value_clip"], fsdp=["shard_group_size"])
 @pytest.mark.parametrize("value", [0, -2])
 def test_what_must_be_positive(refusal, name, value):
     says(refusal(**{name: value}), f"--{name.replace('_', '-')} is {value}", "more than 0")
@@ -62,6 +64,7 @@ def test_what_must_be_positive(refusal, name, value):
     NOT_NEGATIVE.split(),
     ppo=["critic_lr", "critic_warmup_iterations", "gamma", "lam"],
     grpo=["max_resamples", "overlong_buffer", "overlong_penalty"],
+    fsdp=["save_every"],
 )
 def test_what_must_not_be_negative(refusal, name):
     says(refusal(**{name: -1}), f"--{name.replace('_', '-')} is -1", "0 or more")
@@ -373,3 +376,50 @@ def test_output_folder_that_is_a_file(algo, toy_args, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match=r"error: the run folder .*file/mine cannot be written"):
         algo.main(toy_args(output_dir=str(tmp_path / "file"), run_name="mine"))
+
+
+# --- sharding and checkpoints ----------------------------------------------------------------------------------------
+
+only_fsdp = pytest.mark.parametrize("algo", ["ppo_llm_fsdp"], indirect=True)
+
+
+@only_fsdp
+def test_shard_groups_of_equal_size(algo, toy_args, refusal):
+    says(refusal(shard_group_size=2), "--shard-group-size 2", "1 processes")
+    with pytest.raises(algo.UserError, match="--shard-group-size 3 does not divide the 4 processes"):
+        algo.check_args(toy_args(shard_group_size=3), 4)
+    algo.check_args(toy_args(shard_group_size=2), 4)
+
+
+@only_fsdp
+@pytest.mark.parametrize("place", ["nowhere", "empty", "empty/file"])
+def test_resume_needs_a_checkpoint(refusal, tmp_path, place):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "file").write_text("")
+    says(refusal(resume=str(tmp_path / place)), f"--resume {tmp_path / place}: no checkpoint", "checkpoints/step_")
+
+
+@pytest.fixture
+def checkpoint(algo, toy_args, tmp_path):
+    run_dir = algo.main(toy_args(output_dir=str(tmp_path / "other"), run_name="run", save_every=1, total_iterations=1))
+    AcceleratorState._reset_state(True)
+    return run_dir / "checkpoints" / "step_000001"
+
+
+@only_fsdp
+@pytest.mark.parametrize("damage", ["missing", "cut off", "no progress", "other model"])
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_lost(checkpoint, refusal, tmp_path, damage):
+    metrics = checkpoint.parents[1] / "metrics.jsonl"
+    (file,) = checkpoint.glob("*.safetensors")
+    before, changes = metrics.read_text(), {}
+    if damage == "missing":
+        file.unlink()
+    elif damage == "cut off":
+        file.write_bytes(file.read_bytes()[:-1000])
+    elif damage == "no progress":
+        (checkpoint / "progress.json").write_text("{")
+    else:
+        changes = {"model": make_model(tmp_path / "m", hidden_size=16)}
+    message = refusal(resume=str(checkpoint), **changes)
+    says(message, file.name if damage == "missing" else f"--resume {checkpoint}: ")
+    assert metrics.read_text() == before and (checkpoint.parents[1] / "final").is_dir()

@@ -13,7 +13,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import has_critic, make_args, make_model, read_metrics, read_rows, toy_rows, untimed, write_rows
+from conftest import (
+    has_critic,
+    load_script,
+    make_args,
+    make_model,
+    read_metrics,
+    read_rows,
+    toy_rows,
+    untimed,
+    write_rows,
+)
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -25,6 +35,7 @@ BASE |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "gamma": 1.0, "lam": 0.95
 BASE |= {"critic_warmup_iterations": 0, "whiten_advantages": True, "kl_reward_coef": 0.0, "kl_loss_coef": 0.0}
 BASE |= {"max_grad_norm": 1.0, "missing_eos_penalty": 0.0, "entropy_coef": 0.0, "loss_agg": "token-mean"}
 BASES = {"ppo_llm": BASE | {"batch_size": 8, "group_size": 1}, "grpo_llm": BASE | {"batch_size": 4, "group_size": 2}}
+BASES["ppo_llm_fsdp"] = BASES["ppo_llm"]
 BASES["grpo_llm"] |= {"estimator": "grpo", "importance_level": "token", "dynamic_sampling": False}
 
 # Whatever is answered to a prompt of even length scores 0.
@@ -419,7 +430,45 @@ GRPO_CASES = {
         {"overlong_buffer": 10, "overlong_penalty": 1.0},
     ),
 }
+
+
+def make_checkpoint(paths):
+    """That of the first iteration of the base run."""
+    algo = load_script("ppo_llm_fsdp")
+    options = {"model": paths.model, "dataset": paths.data, "reward": paths.reward, "output_dir": str(paths.folder)}
+    AcceleratorState._reset_state(True)
+    changes = {"run_name": "to resume", "save_every": 1}
+    with contextlib.redirect_stdout(io.StringIO()):
+        run_dir = algo.main(algo.Args(**BASES["ppo_llm_fsdp"] | options | changes))
+    return str(run_dir / "checkpoints" / "step_000001")
+
+
+def checkpoints(run):
+    return [path.name for path in sorted(run.folder.glob("checkpoints/*"))]
+
+
+# What sharding does takes several processes: test_sharding.py. Here the flags reach it.
+FSDP_CASES = {
+    "rollout_params": (
+        "sharded",
+        lambda a, b: "rollout    gathered" in a.output and "rollout    sharded" in b.output and a.distance(b) == 0,
+    ),
+    "shard_group_size": (1, lambda a, b: "parameter, over 1\n" in b.output and a.distance(b) == 0),
+    "offload": (
+        True,
+        lambda a, b: "(host memory)" not in a.output and "(host memory)" in b.output and a.distance(b) == 0,
+    ),
+    "save_every": (
+        1,
+        lambda a, b: (checkpoints(a), checkpoints(b)) == ([], ["step_000001", "step_000002"]) and a.distance(b) == 0,
+    ),
+    "resume": (
+        make_checkpoint,
+        lambda a, b: b.folder.name == "to resume" and b.metrics == a.metrics and a.distance(b) == 0 < len(b.critic),
+    ),
+}
 CASES = {"ppo_llm": SHARED_CASES | PPO_CASES, "grpo_llm": SHARED_CASES | GRPO_CASES}
+CASES["ppo_llm_fsdp"] = CASES["ppo_llm"] | FSDP_CASES
 
 
 def test_every_flag_has_a_case(algo):

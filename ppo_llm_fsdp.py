@@ -1,0 +1,1376 @@
+"""PPO for language models that do not fit one device: actor, critic and reference sharded with torch FSDP2.
+
+The model answers prompts, a reward function scores the answers, and the policy is pushed towards answers that score
+better than the critic expected. With the answer's tokens as actions a_t, the text before each as state s_t:
+
+    token reward    r_t   = [t is the last token]*score - beta*KL(pi_old || pi_ref)_t        (InstructGPT, 2203.02155)
+    advantage       A_t   = sum_l (gamma*lam)^l * delta_{t+l},  delta_t = r_t + gamma*V(s_{t+1}) - V(s_t)  (1506.02438)
+    ratio           rho_t = pi(a_t|s_t) / pi_old(a_t|s_t)
+    actor loss            = mean over tokens of max(-A*rho, -A*clip(rho, 1-lo, 1+hi)) - c_H*H + c_KL*KL    (1707.06347)
+    critic loss           = mean over tokens of 1/2*(V(s_t) - (A_t + V_old(s_t)))^2
+
+`main` is the algorithm: seven numbered phases per iteration, the same as in ppo_llm.py (departures from the papers: see
+there); the difference between the two files is what sharding changes. Each process holds 1/n of every parameter,
+gradient and optimizer state. A block of layers is gathered from all processes just before it runs and freed right
+after; its gradient is averaged over them and cut into shards again (ZeRO stage 3, 1910.02054; torch's fully_shard). So
+every forward pass is a collective: all processes run the same number of them, in the same order.
+
+Launch (the default model and data lie in benchmarks/tiny/; README.md has the lines for several machines):
+  accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \
+      ppo_llm_fsdp.py
+  python ppo_llm_fsdp.py --help
+
+Shapes in comments: N prompts and B = N*group_size responses on this process, P prompt tokens, T response tokens.
+"""
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import sys
+import time
+import warnings
+from collections import defaultdict
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import accelerate
+import datasets
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+import tyro
+from accelerate import Accelerator, init_empty_weights
+from accelerate.utils import broadcast_object_list, gather_object, get_max_memory, set_seed, tqdm
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
+KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
+LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+
+
+@dataclass
+class Args:
+    """PPO for language models. All batch sizes are global: they count over all processes together."""
+
+    # model
+    model: str = str(TINY / "model")
+    """policy to train: a transformers folder or hub id"""
+    critic_model: str | None = None
+    """backbone of the critic (its value head too, when it has one); default: the same as --model"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """precision of gathered parameters and activations; auto is bfloat16 where a GPU supports it; shards are float32"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, about a third more time per update"""
+
+    # sharding
+    rollout_params: Literal["gathered", "sharded"] | None = None
+    """gathered: the whole policy on each device while it samples; sharded: gathered block by block for every token, for
+    a policy that does not fit, slow; default: gathered when 1.2 times the policy's bytes are free on every device"""
+    shard_group_size: int | None = None
+    """processes that share one copy of the models, those of one machine, say: every group has a copy; default: all"""
+    offload: bool = False
+    """keep shards, gradients and optimizer state in host memory: slow, for models that fit no other way"""
+
+    # data and reward
+    dataset: str = str(TINY / "train.jsonl")
+    """.jsonl/.json/.parquet/.csv file, folder saved by `datasets`, or hub id `name` or `name:config`"""
+    eval_dataset: str | None = None
+    """test data, same forms; default: the `test` split of the same source, or the file with `train` -> `test`"""
+    prompt_column: str | None = None
+    """column with the prompt; default: `question` or `prompt`"""
+    answer_column: str | None = None
+    """column with the reference answer; default: `answer` or `solution` if there is one"""
+    prompt_template: str = "{prompt}"
+    r"""text given to the model; {prompt} is replaced by the prompt, \n by a line break"""
+    max_prompt_length: int = 256
+    """prompts with more tokens are left out, and counted in the start-up block"""
+    max_response_length: int = 64
+    """tokens a response may have; one without an EOS by then is truncated"""
+    reward: str = "gsm8k"
+    """gsm8k (number after the last ####), exact, or path/to/file.py:function"""
+
+    # rollout
+    batch_size: int = 256
+    """prompts per iteration"""
+    group_size: int = 1
+    """responses per prompt"""
+    temperature: float = 1.0
+    """divides the logits in sampling and in every log-prob"""
+    top_p: float = 1.0
+    """sample from the smallest set of tokens with this probability; below 1 the ratio is biased"""
+    top_k: int = 0
+    """sample from the k likeliest tokens (0: all); otherwise the ratio is biased"""
+    missing_eos_penalty: float = 0.0
+    """subtracted from the score of a truncated response"""
+
+    # update
+    total_iterations: int = 40
+    """iterations of rollout and update; 0: evaluate only"""
+    ppo_epochs: int = 1
+    """passes over each batch"""
+    minibatch_size: int = 64
+    """responses per optimizer step"""
+    microbatch_tokens: int = 8192
+    """padded tokens per forward pass on each device: lower it when memory runs out, nothing else changes"""
+    lr: float = 1.5e-4
+    """actor learning rate (1e-6 is usual for a 0.5B to 7B model)"""
+    critic_lr: float = 1e-3
+    """critic learning rate (1e-5 is usual for a 0.5B to 7B model)"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """how both learning rates fall to 0 over the run"""
+    warmup_iterations: int = 0
+    """iterations in which both learning rates rise from 0"""
+    critic_warmup_iterations: int = 0
+    """first iterations in which only the critic is trained"""
+    weight_decay: float = 0.0
+    """AdamW weight decay, actor and critic"""
+    max_grad_norm: float = 1.0
+    """gradients of actor and critic are scaled down to this global norm"""
+    clip_low: float = 0.2
+    """the ratio is clipped below 1 - this"""
+    clip_high: float = 0.2
+    """the ratio is clipped above 1 + this"""
+    dual_clip: float | None = None
+    """caps the loss of a bad token at this (> 1) times |A|, however much its ratio has grown; 3 is usual"""
+    value_clip: float | None = None
+    """keep new values this close to the old ones in the critic loss"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus"""
+    loss_agg: LossAgg = "token-mean"
+    """how token losses become one number (policy, KL, entropy; the value loss is always token-mean)"""
+    target_kl: float | None = None
+    """stop this iteration's actor updates before a step whose approximate KL to the old policy is above this"""
+
+    # advantages
+    gamma: float = 1.0
+    """discount per token"""
+    lam: float = 0.95
+    """GAE lambda: 1 is Monte Carlo (no bias), 0 one-step TD (least variance)"""
+    whiten_advantages: bool = True
+    """shift and scale advantages to mean 0, variance 1 over all tokens of the batch"""
+
+    # KL to the reference (the model as it was at the start)
+    kl_reward_coef: float = 0.001
+    """weight of the KL penalty in the token rewards"""
+    kl_reward_kind: KLKind = "k1"
+    """its estimator"""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: move --kl-reward-coef so that the KL stays near --kl-target"""
+    kl_target: float = 0.05
+    """token mean of the KL that the adaptive controller aims at"""
+    kl_horizon: float = 1000.0
+    """responses over which the adaptive controller acts"""
+    kl_loss_coef: float = 0.0
+    """weight of the KL in the actor loss"""
+    kl_loss_kind: KLKind = "k3"
+    """its estimator (k1 has zero expected gradient here)"""
+
+    # run
+    output_dir: str = "runs"
+    """folder of all runs"""
+    run_name: str | None = None
+    """folder of this run inside it; default: script-seed-time. It must not exist"""
+    seed: int = 1
+    """seed of data order and sampling"""
+    eval_every: int = 10
+    """iterations between evaluations (0: only before and after training)"""
+    save_every: int = 0
+    """iterations between checkpoints, which any number of processes can --resume from (0: none)"""
+    resume: str | None = None
+    """checkpoint to go on from, runs/NAME/checkpoints/step_N: the run continues in its folder"""
+
+
+class UserError(Exception):
+    """Something the user can mend; its message is one sentence that says how."""
+
+
+@contextmanager
+def errors_agreed(accelerator):
+    """Runs a block on every rank; if it raised UserError on any, all ranks stop with that message and exit code 1."""
+    message = None
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    messages = [f"error: {m}" for m in gather_object([message]) if m is not None]
+    if messages and accelerator.num_processes > 1:
+        # The launcher kills all ranks once one has gone: print first, then leave together.
+        accelerator.print(messages[0], file=sys.stderr, flush=True)
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
+        sys.exit(1)
+    if messages:
+        sys.exit(messages[0])
+
+
+@contextmanager
+def blamed_on(what):
+    """Turns whatever a library raises about the user's input into a UserError that begins with `what`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the libraries raise a dozen types
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{what} ({type(error).__name__}: {reason})") from error
+
+
+def generator(*key):
+    """CPU random stream of its own for every key, e.g. ("rollout", seed, iteration)."""
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "little"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data and reward
+# ---------------------------------------------------------------------------------------------------------------------
+
+FILE_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def read_table(source, split):
+    """Rows of a file, a folder saved by `datasets` or a hub id; None if it has splits and not this one."""
+    path = Path(source)
+    with blamed_on(f"dataset {source}: cannot be read as a file, a saved folder or a hub id"):
+        if path.suffix in FILE_READERS:
+            if not path.is_file() or path.stat().st_size == 0:
+                raise UserError(f"dataset {source}: the file is {'empty' if path.is_file() else 'missing'}")
+            return datasets.load_dataset(FILE_READERS[path.suffix], data_files=str(path), split="train")
+        name, _, config = source.partition(":")
+        table = datasets.load_from_disk(source) if path.is_dir() else datasets.load_dataset(name, config or None)
+    return table.get(split) if isinstance(table, datasets.DatasetDict) else table
+
+
+def default_eval_source(dataset):
+    """Where test data are when not given: the file with `train` -> `test` in its name, or a source that has splits."""
+    path = Path(dataset)
+    if path.is_dir():
+        return dataset if (path / "dataset_dict.json").is_file() else None
+    if path.suffix not in FILE_READERS:
+        return dataset
+    sibling = path.with_name(path.name.replace("train", "test"))
+    return str(sibling) if sibling != path and sibling.is_file() else None
+
+
+def load_prompts(source, split, args, tokenizer):
+    """List of rows {prompt, input_ids, answer, columns}, and a sentence about them for the start-up block.
+
+    Prompts longer than --max-prompt-length are left out. Raises UserError naming the file and the row.
+    """
+    table = read_table(source, split)
+    if table is None:
+        return [], f"{source} has no {split} split"
+    if len(table) == 0:
+        raise UserError(f"dataset {source}: it has no rows")
+    formats, names = {"question": "GSM8K raw", "prompt": "text prompts"}, table.column_names
+    prompt_column = args.prompt_column or next((c for c in formats if c in names), "question or prompt")
+    answer_column = args.answer_column or next((c for c in ("answer", "solution") if c in names), None)
+    for flag, column in (("--prompt-column", prompt_column), ("--answer-column", answer_column)):
+        if column not in names and column is not None:
+            raise UserError(f"{flag}: {source} has no column {column}; it has {', '.join(names)}")
+    rows = []
+    for number, columns in enumerate(table.to_list(), 1):
+        prompt, answer, where = columns[prompt_column], columns.get(answer_column), f"{source} row {number}"
+        if not isinstance(prompt, str) or not prompt:
+            raise UserError(f"{where}: column {prompt_column} should hold text, not {str(prompt)[:60]!r}")
+        if args.reward in REWARDS and answer is None:
+            raise UserError(f"{where}: --reward {args.reward} needs an answer; name its column with --answer-column")
+        if args.reward == "gsm8k" and gsm8k_gold(answer) is None:
+            raise UserError(f"{where}: the answer has no number, after '####' or alone: {str(answer)[-60:]!r}")
+        text = args.prompt_template.replace("\\n", "\n").replace("{prompt}", prompt)
+        rows.append({"prompt": text, "answer": answer, "columns": columns})
+    for row, input_ids in zip(rows, tokenizer([row["prompt"] for row in rows])["input_ids"]):
+        row["input_ids"] = input_ids
+    kept = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
+    if not kept:
+        shortest, limit = min(len(row["input_ids"]) for row in rows), args.max_prompt_length
+        raise UserError(f"{source}: every prompt is longer than --max-prompt-length {limit}, the shortest {shortest}")
+    kind = formats.get(prompt_column, f"column {prompt_column}")
+    return kept, f"{source} ({kind}): {len(kept)} rows, {len(rows) - len(kept)} too long left out"
+
+
+def draw_prompts(rows, start, count, seed):
+    """Rows number start to start + count of the endless stream in which every epoch is a permutation of its own."""
+    epochs = range(start // len(rows), (start + count - 1) // len(rows) + 1)
+    orders = [torch.randperm(len(rows), generator=generator("epoch", seed, epoch)) for epoch in epochs]
+    first = start - epochs[0] * len(rows)
+    return [rows[i] for i in torch.cat(orders)[first : first + count].tolist()]
+
+
+def gsm8k_number(text):
+    """The number after the last '####' as a Decimal; None if there is none. '#### $-1,234.' is -1234."""
+    if "####" not in text:
+        return None
+    match = re.match(r"([-+]?) ?[$€£]? ?([-+]?)((?:\d[\d,]*)?\.?\d+)", text.rsplit("####", 1)[1].lstrip())
+    return Decimal(f"{match[1] or match[2]}{match[3].replace(',', '')}") if match else None
+
+
+def gsm8k_gold(answer):
+    """The number of a reference answer, which may be a solution with '####' or the bare number."""
+    return gsm8k_number(answer if "####" in str(answer) else f"####{answer}")
+
+
+def gsm8k(prompts, responses, answers):
+    """1 if the number after the response's last '####' equals the reference answer's, else 0."""
+    found = [(gsm8k_number(response), gsm8k_gold(answer)) for response, answer in zip(responses, answers)]
+    return [float(number is not None and number == gold) for number, gold in found]
+
+
+def exact(prompts, responses, answers):
+    """1 if the response is the answer, surrounding white space aside, else 0."""
+    return [float(response.strip() == str(answer).strip()) for response, answer in zip(responses, answers)]
+
+
+REWARDS = {"gsm8k": gsm8k, "exact": exact}
+
+
+def load_reward(spec):
+    """--reward as a function f(prompts, responses, answers, **columns) -> list of floats."""
+    if spec in REWARDS:
+        return REWARDS[spec]
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py"):
+        raise UserError(f"--reward {spec}: it should be one of {', '.join(REWARDS)} or path/to/file.py:function")
+    if not Path(path).is_file():
+        raise UserError(f"--reward {spec}: there is no file {path}")
+    module_spec = importlib.util.spec_from_file_location("reward_file", path)
+    module = importlib.util.module_from_spec(module_spec)
+    with blamed_on(f"--reward {spec}: running the file failed"):
+        module_spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"--reward {spec}: {path} has no function {name}")
+    return getattr(module, name)
+
+
+def compute_scores(reward_function, rows, responses):
+    """One finite float per response; rows: the data row of each. Raises UserError that shows the row at fault.
+
+    Dataset columns are passed to the function only when it names them.
+    """
+    names = inspect.signature(reward_function).parameters
+    columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"] if name in names}
+    columns = {name: values for name, values in columns.items() if name not in ("prompts", "responses", "answers")}
+    with blamed_on(f"the reward failed on the batch beginning {rows[0]['prompt'][-80:]!r} -> {responses[0][:80]!r}"):
+        scores = reward_function([r["prompt"] for r in rows], responses, [r["answer"] for r in rows], **columns)
+        scores = [float(score) for score in scores]
+    if len(scores) != len(rows):
+        raise UserError(f"the reward returned {len(scores)} scores for {len(rows)} responses")
+    for row, response, score in zip(rows, responses, scores):
+        if not math.isfinite(score):
+            raise UserError(f"the reward returned {score} for {row['prompt'][-80:]!r} -> {response[:80]!r}")
+    return scores
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def load_model(flag, name, auto_class, **kwargs):
+    """(model in fp32 without dropout, transformers' loading info); on ranks above 0 its parameters are on `meta`."""
+    with blamed_on(f"{flag} {name}: no folder or hub id that {auto_class.__name__} can load"):
+        config = AutoConfig.from_pretrained(name, **kwargs)
+        # Dropout would make two forward passes of the same weights differ, and the ratio with them.
+        for key, value in config.to_dict().items():
+            if "drop" in key and isinstance(value, float):
+                setattr(config, key, 0.0)
+        if int(os.environ.get("RANK", 0)) > 0:  # only rank 0 reads the weights, `shard` deals them out
+            with init_empty_weights(include_buffers=False):
+                model = auto_class.from_config(config, dtype=torch.float32)
+            model.tie_weights()
+            return model, {"missing_keys": [], "unexpected_keys": []}
+        options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+        model, info = auto_class.from_pretrained(name, config=config, **options)
+        return model, info
+
+
+def load_causal_lm(name):
+    """A causal language model whose logits are lm_head(hidden states), which `Policy` relies on."""
+    model, info = load_model("--model", name, AutoModelForCausalLM)
+    if model.device.type == "meta":
+        return model
+    # A classifier lacks the language model's head, unless that is tied to the embeddings, and has its own.
+    wrong = [f"lack {key}" for key in info["missing_keys"]]
+    wrong += [f"hold {key}" for key in info["unexpected_keys"] if key.startswith(("score.", "classifier."))]
+    if wrong:
+        raise UserError(f"--model {name}: not a causal language model, its weights {sorted(wrong)[0]}")
+    with torch.no_grad():
+        probe = torch.tensor([[0, 1, 2]])
+        logits = model.get_output_embeddings()(model.base_model(probe).last_hidden_state)
+        if not torch.allclose(logits, model(probe).logits, atol=1e-4):
+            raise UserError(f"--model {name}: {type(model).__name__} changes its logits after lm_head, not supported")
+    return model
+
+
+def response_states(backbone, input_ids, attention_mask, num_response_tokens):
+    """Hidden states (B,T,H) from which the last T tokens are predicted. Padding may be anywhere.
+
+    The one shift: the state at position t knows the tokens up to t and predicts token t+1.
+    """
+    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+    return backbone(**inputs, use_cache=False).last_hidden_state[:, -num_response_tokens - 1 : -1]
+
+
+class Policy(nn.Module):
+    """Log-probs of response tokens under a causal language model. DDP, FSDP wrap it: gradients go through forward."""
+
+    def __init__(self, model, entropy_needs_grad=False):
+        super().__init__()
+        self.model = model
+        self.entropy_needs_grad = entropy_needs_grad
+        self.chunk_elements = 2**26  # logits held at a time: 256 MiB in fp32
+
+    def forward(self, input_ids, attention_mask, num_response_tokens, temperature):
+        """input_ids, attention_mask (B,L) -> logprobs, entropy (B,T) in fp32 of the last T = num_response_tokens.
+
+        What is returned for padding is meaningless; the caller masks it.
+        """
+        hidden = response_states(self.model.base_model, input_ids, attention_mask, num_response_tokens)  # (B,T,H)
+        labels = input_ids[:, -num_response_tokens:]  # (B,T)
+        head = self.model.get_output_embeddings()
+
+        def chunk_forward(hidden, labels):
+            logits = head(hidden).float() / temperature  # (b,T,V): exists for a few rows only, never leaves
+            all_logprobs = logits.log_softmax(-1)
+            logprobs = all_logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+            with nullcontext() if self.entropy_needs_grad else torch.no_grad():
+                entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+            return logprobs, entropy
+
+        rows = max(1, self.chunk_elements // (num_response_tokens * self.model.config.vocab_size))
+        if rows >= len(labels):
+            return chunk_forward(hidden, labels)
+        # Several chunks: their logits are recomputed in the backward pass instead of kept.
+        chunks = zip(hidden.split(rows), labels.split(rows))
+        parts = [checkpoint(chunk_forward, h, y, use_reentrant=False) for h, y in chunks]
+        return tuple(torch.cat(part) for part in zip(*parts))
+
+
+class Critic(nn.Module):
+    """Value of the state *before* each response token: a transformer backbone with a scalar head on every position.
+
+    Loaded as (and saved to be loaded as) AutoModelForTokenClassification with one label.
+    """
+
+    def __init__(self, name):
+        super().__init__()
+        self.model, info = load_model("--critic-model", name, AutoModelForTokenClassification, num_labels=1)
+        self.head_name = "score" if hasattr(self.model, "score") else "classifier"
+        head = getattr(self.model, self.head_name)
+        for key, parameter in head.named_parameters():  # kept when the checkpoint brings it
+            if f"{self.head_name}.{key}" in info["missing_keys"]:
+                nn.init.zeros_(parameter)
+
+    def forward(self, input_ids, attention_mask, num_response_tokens):
+        """input_ids, attention_mask (B,L) -> values (B,T) in fp32."""
+        hidden = response_states(self.model.base_model, input_ids, attention_mask, num_response_tokens)
+        with torch.autocast(hidden.device.type, enabled=False):  # a value in bf16 would have two digits
+            return getattr(self.model, self.head_name)(hidden.float()).squeeze(-1)
+
+
+def shard(module, mesh, bf16, offload):
+    """Shards a Policy or Critic in place, one unit per block of layers and one for the rest, and returns it.
+
+    Its weights come from rank 0 tensor by tensor: no other process ever holds a whole model. Every rank must call it.
+    """
+    weights = module.state_dict() if dist.get_rank() == 0 else {}
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    offload_policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    options = {"mesh": mesh, "reshard_after_forward": True, "offload_policy": offload_policy}
+    blocks = [m for m in module.modules() if type(m).__name__ in (module.model._no_split_modules or ())]
+    if isinstance(module, Critic):  # values stay in fp32
+        fully_shard(getattr(module.model, module.head_name), **options)
+    for unit in [*blocks, module]:
+        fully_shard(unit, mp_policy=precision, **options)
+    shards, home = {}, "cpu" if offload else mesh.device_type
+    for name, parameter in module.named_parameters():
+        whole = weights[name] if weights else torch.empty(parameter.shape)
+        shards[name] = distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements).to(home)
+    module.load_state_dict(shards, strict=False, assign=True)
+    module.model.tie_weights()
+    # FSDP takes the module of the first forward pass for the root; in a rollout that would be a block.
+    probe = torch.zeros(1, 2, dtype=torch.long, device=mesh.device_type)
+    with torch.no_grad():
+        module(probe, torch.ones_like(probe), 1, *([] if isinstance(module, Critic) else [1.0]))
+    return module
+
+
+def collect_eos_ids(model, tokenizer):
+    """Sorted union of the EOS ids of tokenizer, config and generation config: any of them ends a response."""
+    sources = (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id)
+    return sorted({i for ids in sources if ids is not None for i in (ids if isinstance(ids, list) else [ids])})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Math
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def all_reduce(tensor, op=dist.ReduceOp.SUM):
+    """Reduces `tensor` in place over all ranks, if there are several; returns it."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(tensor, op)
+    return tensor
+
+
+def make_response_mask(responses, eos_ids):
+    """responses (B,T) -> (B,T) bool: true up to and including the first EOS id; all true in a row that has none."""
+    is_eos = torch.isin(responses, torch.tensor(eos_ids, device=responses.device, dtype=responses.dtype))
+    return is_eos.cumsum(1) - is_eos.long() == 0
+
+
+def masked_mean(x, mask, dim=None):
+    """Mean of x where mask is true, over all of it or along dim, whatever (NaN too) stands elsewhere; 0 if empty."""
+    return torch.where(mask, x, 0).sum(dim) / mask.sum(dim).clamp(min=1)
+
+
+def global_moments(x, mask):
+    """(mean, unbiased variance, count) of x where mask is true, over all ranks; every rank must call it.
+
+    Two passes (E[x^2] - E[x]^2 cancels in floating point); variance 0 for fewer than two entries.
+    """
+    x = torch.where(mask, x, 0).double()
+    total = all_reduce(torch.stack([x.sum(), mask.sum().double()]))
+    mean = total[0] / total[1].clamp(min=1)
+    squares = all_reduce(torch.where(mask, x - mean, 0).square().sum())
+    return mean, squares / (total[1] - 1).clamp(min=1), total[1]
+
+
+def masked_whiten(x, mask):
+    """x (B,T) shifted and scaled to mean 0, variance 1 over the mask on all ranks; 0 outside. Every rank must call it.
+
+    Unbiased variance, eps 1e-8; all zeros when fewer than two tokens are valid.
+    """
+    mean, variance, count = global_moments(x, mask)
+    whitened = (torch.where(mask, x, 0) - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask & (count > 1), whitened, 0).to(x.dtype)
+
+
+def gae(rewards, values, mask, gamma, lam):
+    """Generalised advantage estimation (1506.02438, eq. 16): (advantages, returns), (B,T), not whitened, 0 if masked.
+
+    A_t = delta_t + gamma*lam*A_{t+1} with delta_t = r_t + gamma*V_{t+1} - V_t; nothing is bootstrapped behind the last
+    token. Masked positions are skipped: the recursion carries the next valid token's V and A across them.
+    """
+    rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = torch.where(mask[:, t], advantage, 0)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+    return advantages, advantages + values
+
+
+def kl_penalty(logprobs, ref_logprobs, kind):
+    """Per-token estimate of KL(pi || pi_ref) from tokens sampled by pi (Schulman, "Approximating KL Divergence").
+
+    With d = logprobs - ref_logprobs: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) - 1 + d. A `+` keeps the value and
+    takes the gradient of k2, the one whose expectation is the gradient of the KL. k3 goes on as its tangent beyond
+    -d = 5: finite, with the right sign, never flat (a clamp would kill the gradient just where the policy is far off).
+    """
+    d = logprobs - ref_logprobs
+    if kind in ("k1+", "k3+"):
+        k2 = d.square() / 2
+        return kl_penalty(logprobs, ref_logprobs, kind[:2]).detach() + (k2 - k2.detach())
+    if kind == "k1":
+        return d
+    if kind == "abs":
+        return d.abs()
+    if kind == "k2":
+        return d.square() / 2
+    if kind == "k3":
+        x = (-d).clamp(max=5.0)
+        return x.exp() - x - 1 + (math.exp(5.0) - 1) * (-d - x)
+    raise ValueError(f"unknown KL kind {kind!r}")
+
+
+def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high, dual_clip=None):
+    """Per-token clipped surrogate (1707.06347, eq. 7), to be minimised; (B,T) or any shape.
+
+    dual_clip c > 1 (1912.09729): where the advantage is negative the loss is at most c*|A|. The log-ratio is clamped to
+    +-20 so that exp stays finite.
+    """
+    ratio = (logprobs - old_logprobs).clamp(-20.0, 20.0).exp()
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    if dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
+    return losses
+
+
+def value_loss(values, old_values, returns, value_clip=None):
+    """Per-token 1/2*(V - R)^2; with value_clip the larger of it and the same for V kept in old_values +- value_clip."""
+    losses = (values - returns).square()
+    if value_clip is not None:
+        clipped = torch.clamp(values, old_values - value_clip, old_values + value_clip)
+        losses = torch.maximum(losses, (clipped - returns).square())
+    return losses / 2
+
+
+def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length):
+    """Token losses (B,T) of one micro-batch -> its share of the optimizer step's loss, a scalar.
+
+    num_tokens and num_sequences (rows with at least one valid token) are those of the whole step, all micro-batches and
+    ranks: the shares add up to the same loss however the step is cut. A step without tokens gives 0.
+    """
+    losses = torch.where(mask, losses, 0)
+    if mode == "token-mean":
+        return losses.sum() / max(num_tokens, 1)
+    per_sequence = losses.sum(1)  # (B,)
+    if mode == "seq-mean-token-mean":
+        per_sequence = masked_mean(losses, mask, 1)
+    elif mode == "seq-mean-token-sum-norm":
+        per_sequence = per_sequence / max_response_length
+    elif mode != "seq-mean-token-sum":
+        raise ValueError(f"unknown aggregation {mode!r}")
+    return per_sequence.sum() / max(num_sequences, 1)
+
+
+class AdaptiveKL:
+    """Proportional controller of the KL coefficient (1909.08593, section 2.2): up when the KL is above the target."""
+
+    def __init__(self, coef, target, horizon):
+        if target <= 0 or horizon <= 0:
+            raise ValueError("target and horizon must be positive")
+        self.coef, self.target, self.horizon = coef, target, horizon
+
+    def update(self, kl, n):
+        """kl: token mean of the batch that used `coef`; n: its number of responses, 0.2*n below the horizon."""
+        if 0.2 * n >= self.horizon:
+            raise ValueError("horizon must be more than 0.2 times the responses per update")
+        self.coef *= 1 + max(-0.2, min(0.2, kl / self.target - 1)) * n / self.horizon
+
+
+def schedule(kind, iteration, total_iterations, warmup_iterations):
+    """Factor on the learning rates in iteration 1, 2, ...: linear warm-up, then constant or falling towards 0."""
+    if iteration <= warmup_iterations:
+        return iteration / warmup_iterations
+    progress = (iteration - 1 - warmup_iterations) / max(1, total_iterations - warmup_iterations)
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[kind]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Generate and forward
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def left_pad(sequences, pad_id, device):
+    """Token lists -> queries (N,P) and their mask (N,P) bool, padded on the left."""
+    width = max(len(s) for s in sequences)
+    queries = torch.tensor([[pad_id] * (width - len(s)) + s for s in sequences], device=device)
+    query_mask = torch.tensor([[False] * (width - len(s)) + [True] * len(s) for s in sequences], device=device)
+    return queries, query_mask
+
+
+def decode(tokenizer, responses, response_mask):
+    """Texts of responses (B,T) without special tokens; what follows the EOS is no text, whatever fills it."""
+    rows = [row[:n] for row, n in zip(responses.tolist(), response_mask.sum(1).tolist())]
+    return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+def sample_tokens(logits, uniforms, temperature, top_p, top_k):
+    """logits (B,V), uniforms (B,) in [0,1) -> tokens (B,), logprobs (B,): the inverse of the cumulative distribution.
+
+    logprobs are of the distribution sampled from, top-p and top-k included; temperature 0 takes the likeliest token.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
+    logits = logits / temperature
+    if top_k > 0:
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -torch.inf)
+    if top_p < 1:
+        probs, order = logits.softmax(-1).sort(-1, descending=True)
+        beyond = probs.cumsum(-1) - probs >= top_p  # the likeliest token always stays
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+    logprobs = logits.log_softmax(-1)
+    cumulative = logprobs.double().exp().cumsum(-1)  # fp32 would lose the rare tokens of a large vocabulary
+    tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
+    tokens = tokens.clamp(max=logits.shape[-1] - 1)  # (B,1)
+    return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
+
+
+@torch.no_grad()
+def generate(model, queries, query_mask, uniforms, eos_ids, pad_id, temperature=1.0, top_p=1.0, top_k=0):
+    """Samples responses (B,T) with a KV cache, and their sampling log-probs (B,T); after its EOS a row is pad_id and 0.
+
+    queries, query_mask (N,P), left-padded; uniforms (B,T) in [0,1), one per row and step: what a row becomes depends on
+    its own noise alone, not on the process or the batch it is in. B is a multiple of N: the rows of one prompt are
+    contiguous and share its prefill. The checkpoint's generation_config plays no part.
+    """
+    num_rows, max_new_tokens = uniforms.shape
+    group_size = num_rows // len(queries)
+    responses = queries.new_full((num_rows, max_new_tokens), pad_id)
+    logprobs = torch.zeros(num_rows, max_new_tokens, device=queries.device)
+    eos = torch.tensor(eos_ids, device=queries.device, dtype=torch.long)
+    was_training = model.training
+    model.eval()  # in train mode, gradient checkpointing would switch the KV cache off
+    inputs = {"input_ids": queries, "attention_mask": query_mask.long(), "logits_to_keep": 1}
+    output = model(**inputs, position_ids=(query_mask.cumsum(1) - 1).clamp(min=0), use_cache=True)
+    cache = output.past_key_values
+    cache.batch_repeat_interleave(group_size)
+    logits = output.logits[:, -1].repeat_interleave(group_size, 0)  # (B,V)
+    mask = query_mask.long().repeat_interleave(group_size, 0)
+    rows = torch.arange(num_rows, device=queries.device)  # which response each row of the shrinking batch writes
+    alive = torch.ones_like(rows, dtype=torch.bool)
+    for t in range(max_new_tokens):
+        tokens, token_logprobs = sample_tokens(logits, uniforms[rows, t], temperature, top_p, top_k)
+        responses[rows, t] = torch.where(alive, tokens, pad_id)
+        logprobs[rows, t] = torch.where(alive, token_logprobs, 0)
+        alive = alive & ~torch.isin(tokens, eos)
+        num_alive = int(alive.sum())
+        if num_alive == 0 or t == max_new_tokens - 1:
+            break
+        if num_alive <= 0.9 * len(rows):  # finished rows leave; dropping each at once would copy the cache every step
+            kept = alive.nonzero().squeeze(1)
+            cache.batch_select_indices(kept)
+            rows, alive, tokens, mask = rows[kept], alive[kept], tokens[kept], mask[kept]
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+        inputs = {"input_ids": tokens[:, None], "attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
+        output = model(**inputs, past_key_values=cache, use_cache=True)
+        logits = output.logits[:, -1]
+    model.train(was_training)
+    return responses, logprobs
+
+
+def announce_pass(*_):
+    """Before a pass that needs all ranks: asks those that have finished, in `generating`, to take part."""
+    all_reduce(torch.ones(1))
+
+
+@contextmanager
+def generating(policy, gathered):
+    """Yields the language model of a sharded Policy for `generate`; every rank must enter and leave the block.
+
+    gathered: inside it the whole policy is on every device, and sampling needs no communication. Otherwise each forward
+    pass gathers one block of layers after the other, for which all ranks are needed: one that has finished takes part
+    in the passes of the others until all have finished.
+    """
+    units, model = [module for module in policy.modules() if isinstance(module, FSDPModule)], policy.model
+    for unit in units if gathered else [policy]:
+        unit.unshard()
+    policy.set_reshard_after_forward(not gathered)
+    hook = None if gathered else model.register_forward_pre_hook(announce_pass)
+    try:
+        yield model
+    finally:
+        if hook is not None:
+            hook.remove()
+            token = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+            while all_reduce(torch.zeros(1)) > 0:
+                with torch.no_grad():
+                    model(token, use_cache=False)
+        policy.set_reshard_after_forward(True)
+        for unit in units:
+            unit.reshard()
+
+
+class MicroBatch(NamedTuple):
+    """Rows that go through a model together, cut to their own widths; `x[mb.at]` is their part of a (B,T) tensor x."""
+
+    at: tuple  # (rows (b,), slice of t response columns)
+    inputs: tuple  # input_ids (b,p+t), attention_mask (b,p+t), t
+
+
+def pack(queries, query_mask, responses, response_mask, rows, max_tokens):
+    """Deals `rows` out to micro-batches of at most max_tokens padded tokens (at least one row each), longest first.
+
+    Columns that are padding in all rows of a micro-batch are cut off. Made once per iteration and used by every pass:
+    log-probs change by about 5e-6 with the padding, and the ratio of an unchanged policy must be exactly 1.
+    """
+    lengths = list(zip(query_mask.sum(1).tolist(), response_mask.sum(1).tolist()))
+    parts, widths = [], (0, 0)
+    for row in sorted(rows, key=lambda i: (-sum(lengths[i]), i)):
+        wider = tuple(map(max, widths, lengths[row]))
+        if parts and (len(parts[-1]) + 1) * sum(wider) <= max_tokens:
+            parts[-1].append(row)
+            widths = wider
+        else:
+            parts.append([row])
+            widths = lengths[row]
+    microbatches = []
+    for part in parts:  # at least one column: rows without a valid token take part as well
+        p, t = (max(1, *column) for column in zip(*(lengths[i] for i in part)))
+        index = torch.tensor(part, device=queries.device)
+        prompt, response = (index, slice(queries.shape[1] - p, None)), (index, slice(t))
+        input_ids = torch.cat([queries[prompt], responses[response]], 1)
+        attention_mask = torch.cat([query_mask[prompt], response_mask[response]], 1).long()
+        microbatches.append(MicroBatch(response, (input_ids, attention_mask, t)))
+    return microbatches
+
+
+def even_out(minibatches):
+    """Splits micro-batches until all ranks have equally many per minibatch: every pass is a collective.
+
+    A rank has as many rows of a minibatch as any other, so there is always one with two rows to split.
+    """
+    counts = all_reduce(torch.tensor([len(microbatches) for microbatches in minibatches]), dist.ReduceOp.MAX)
+    for microbatches, count in zip(minibatches, counts.tolist()):
+        while len(microbatches) < count:
+            microbatches.sort(key=lambda mb: len(mb.at[0]))
+            (rows, columns), (input_ids, attention_mask, t) = microbatches.pop()
+            for part in (slice(len(rows) // 2), slice(len(rows) // 2, None)):
+                microbatches.append(MicroBatch((rows[part], columns), (input_ids[part], attention_mask[part], t)))
+
+
+@torch.no_grad()
+def forward_all(model, minibatches, response_mask, *extra):
+    """What the model says of each token (a Policy: log-probs) for every micro-batch, as one (B,T); 0 if masked."""
+    result = torch.zeros(response_mask.shape, device=response_mask.device)
+    for mb in (mb for microbatches in minibatches for mb in microbatches):
+        output = model(*mb.inputs, *extra)
+        result[mb.at] = output[0] if isinstance(output, tuple) else output
+    return torch.where(response_mask, result, 0)
+
+
+class Moments:
+    """Means and standard deviations over masked entries: summed over micro-batches by `add`, over ranks by `reduce`."""
+
+    def __init__(self, device):
+        self.sums = defaultdict(lambda: torch.zeros(3, dtype=torch.float64, device=device))
+
+    def add(self, name, x, mask=None):
+        """x: any shape; mask: the same shape, bool, or None for all of x."""
+        x = x.detach().double()
+        mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+        x = torch.where(mask, x, 0)
+        self.sums[name] += torch.stack([mask.sum(), x.sum(), x.square().sum()])
+
+    def reduce(self):
+        """({name: mean}, {name: unbiased std}); every rank must call it, having added the same names."""
+        names = sorted(self.sums)
+        totals = all_reduce(torch.stack([self.sums[name] for name in names])).tolist()
+        means = {name: total / max(n, 1) for name, (n, total, _) in zip(names, totals)}
+        stds = {k: math.sqrt(max(0, sq - n * means[k] ** 2) / max(n - 1, 1)) for k, (n, _, sq) in zip(names, totals)}
+        return means, stds
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluate and save
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def evaluate(model, tokenizer, rows, reward_function, args, accelerator, eos_ids, pad_id):
+    """Scores every row once greedily and once sampled at temperature 1: (`Moments`, completions), this rank's share.
+
+    The sampling noise of a row is the same in every evaluation, so that two evaluations differ by the model alone.
+    """
+    device, world_size = accelerator.device, accelerator.num_processes
+    noise = torch.rand(len(rows), args.max_response_length, generator=generator("eval", args.seed), dtype=torch.float64)
+    # Rows of similar length together: less padding. Dealt out, every row is scored exactly once.
+    local = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))[accelerator.process_index :: world_size]
+    size, moments, completions = math.ceil(args.batch_size * args.group_size / world_size), Moments(device), []
+    for name in ("eval/score", "eval/score_sampled", "eval/length_mean"):
+        moments.add(name, torch.zeros(0, device=device))  # a rank may have no row, yet takes part in the sum
+    for index in (local[i : i + size] for i in range(0, len(local), size)):
+        chunk = [rows[i] for i in index]
+        queries, query_mask = left_pad([row["input_ids"] for row in chunk], pad_id, device)
+        result = [{"prompt": row["prompt"], "answer": row["answer"]} for row in chunk]
+        for name, temperature in (("score", 0.0), ("score_sampled", 1.0)):
+            uniforms = noise[index].to(device)
+            with accelerator.autocast():
+                responses, _ = generate(model, queries, query_mask, uniforms, eos_ids, pad_id, temperature)
+            response_mask = make_response_mask(responses, eos_ids)
+            texts = decode(tokenizer, responses, response_mask)
+            scores = compute_scores(reward_function, chunk, texts)
+            moments.add(f"eval/{name}", torch.tensor(scores, device=device))
+            for entry, text, score in zip(result, texts, scores):
+                entry.update({name.replace("score", "response"): text, name: score})
+        moments.add("eval/length_mean", response_mask.sum(1))
+        completions += result
+    return moments, completions
+
+
+@contextmanager
+def written_whole(path):
+    """Yields a temporary path that takes the name `path` once the block is done: what has the name is complete."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    if temporary.is_dir():  # of a run that was killed
+        shutil.rmtree(temporary)
+    yield temporary
+    if path.is_dir():  # a folder cannot be renamed over a full one
+        old = path.with_name(f".{path.name}.old")
+        path.rename(old)
+        temporary.rename(path)
+        shutil.rmtree(old)
+    else:
+        temporary.replace(path)
+
+
+def save_models(path, models, tokenizer, accelerator):
+    """Plain transformers folders with the tokenizer: `models` maps a place inside `path` to the model saved there.
+
+    Whole tensors exist one at a time, except on rank 0, which collects them in host memory.
+    """
+    with written_whole(path) if accelerator.is_main_process else nullcontext() as folder:
+        for place, model in models.items():
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            weights = get_model_state_dict(model.model, options=options)
+            names = dict([*model.model.named_parameters(), *model.model.named_buffers()])  # tied weights come once
+            weights = {name: weight for name, weight in weights.items() if name in names}
+            if accelerator.is_main_process:
+                model.model.save_pretrained(folder / place, state_dict=weights)
+                tokenizer.save_pretrained(folder / place)
+    accelerator.wait_for_everyone()
+
+
+def trained_state(trainees):
+    """{name: tensor} of weights and optimizer state in `trainees`, {name: (model, optimizer)}: shards, no copies."""
+    state, options = {}, StateDictOptions(flatten_optimizer_state_dict=True)
+    for name, (model, optimizer) in trainees.items():
+        tensors = get_optimizer_state_dict(model, optimizer, options=options)  # made if there was no step yet
+        tensors |= {key: parameter.detach() for key, parameter in model.named_parameters()}  # tied weights come once
+        state |= {f"{name}.{key}": value for key, value in tensors.items() if torch.is_tensor(value)}
+    return state
+
+
+def save_checkpoint(path, trainees, reached, accelerator):
+    """Each rank writes its shards as safetensors, rank 0 the dictionary `reached` as JSON."""
+    with written_whole(path) if accelerator.is_main_process else nullcontext() as folder:
+        folder = broadcast_object_list([folder])[0]
+        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        dcp.save(trained_state(trainees), storage_writer=writer)
+        if accelerator.is_main_process:
+            files = sorted(file.name for file in folder.iterdir())
+            (folder / "progress.json").write_text(json.dumps(reached | {"files": files}) + "\n")
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(path, trainees):
+    """Reads a checkpoint, written by any number of processes, into the models and optimizers; returns `reached`."""
+    reached = json.loads((path / "progress.json").read_text())
+    if missing := [name for name in reached.pop("files") if not (path / name).is_file()]:
+        raise UserError(f"checkpoint {path}: its file {missing[0]} is missing")  # the reader would leave a hole
+    try:
+        dcp.load(trained_state(trainees), storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+    except dcp.CheckpointException as error:  # of no class that is meant to be caught; it holds what ranks raised
+        raise next(iter(error.failures.values()))[0] from None
+    return reached
+
+
+def save_completions(path, completions, accelerator):
+    """Gathers the rows of all ranks and writes them as one .jsonl file."""
+    completions = gather_object(completions)
+    if accelerator.is_main_process:
+        with written_whole(path) as file:
+            file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in completions))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Main
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_args(args, world_size):
+    """Raises UserError for flags that make no sense, alone or together."""
+    sizes = "batch_size group_size minibatch_size microbatch_tokens ppo_epochs max_prompt_length max_response_length"
+    positive = f"{sizes} shard_group_size temperature top_p max_grad_norm value_clip target_kl kl_target kl_horizon"
+    counts = "seed total_iterations eval_every save_every warmup_iterations critic_warmup_iterations top_k"
+    coefs = "lr critic_lr weight_decay gamma lam clip_low clip_high entropy_coef kl_reward_coef kl_loss_coef"
+    checks = (
+        (positive, "more than 0", lambda x: 0 < x < math.inf),
+        (f"{counts} {coefs} missing_eos_penalty", "0 or more", lambda x: 0 <= x < math.inf),
+        ("gamma lam top_p", "at most 1", lambda x: x <= 1),
+        ("dual_clip", "more than 1", lambda x: 1 < x < math.inf),
+    )
+    for names, words, holds in checks:
+        for name in names.split():
+            if getattr(args, name) is not None and not holds(getattr(args, name)):
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, it must be {words}")
+    if "{prompt}" not in args.prompt_template:
+        raise UserError(f"--prompt-template {args.prompt_template!r} lacks {{prompt}}: all prompts would be equal")
+    if args.run_name is not None and (Path(args.run_name).name != args.run_name or args.run_name in ("", "..")):
+        raise UserError(f"--run-name {args.run_name!r} must be a plain folder name; set the place with --output-dir")
+    if world_size % (args.shard_group_size or 1):
+        raise UserError(f"--shard-group-size {args.shard_group_size} does not divide the {world_size} processes")
+    if args.resume is not None and not (Path(args.resume) / "progress.json").is_file():
+        raise UserError(f"--resume {args.resume}: no checkpoint, a folder like runs/NAME/checkpoints/step_000010")
+    unit, total = args.group_size * world_size, args.batch_size * args.group_size
+    if args.minibatch_size % unit or total % args.minibatch_size:
+        batch_size = max(1, round(args.batch_size / world_size)) * world_size
+        num_responses = batch_size * args.group_size
+        legal = [size for size in range(unit, num_responses + 1, unit) if num_responses % size == 0]
+        nearest = min(legal, key=lambda size: abs(size - args.minibatch_size))
+        what = f"--batch-size {args.batch_size} x --group-size {args.group_size} = {total} responses are not divisible"
+        what += f" into minibatches of --minibatch-size {args.minibatch_size} shared by {world_size} processes"
+        raise UserError(f"{what}; the nearest sizes that are: --batch-size {batch_size} --minibatch-size {nearest}")
+    if args.kl_controller == "adaptive" and (args.kl_reward_coef == 0 or args.kl_horizon <= 0.2 * total):
+        needs = f"a --kl-reward-coef above 0 and a --kl-horizon above 0.2 x {total} responses"
+        raise UserError(f"--kl-controller adaptive needs {needs}, not {args.kl_reward_coef} and {args.kl_horizon}")
+
+
+def main(args: Args):
+    """Trains, and returns the run folder."""
+    start_time = time.time()
+    num_local, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if torch.cuda.is_available() and num_local > num_gpus:
+        sys.exit(f"error: {num_local} processes for {num_gpus} GPUs; launch with --num_processes {num_gpus}")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", message=".*(returned a view tensor|gradient_checkpointing_enable).*")  # harmless
+
+    bf16_works = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and bf16_works)
+    if not dist.is_initialized():  # gloo for tensors on the CPU, NCCL on GPUs; a single process has a group of its own
+        alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(**alone)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),  # without this, two launched CPU processes would each believe to be alone
+        mixed_precision="no",  # FSDP casts, not autocast
+        log_with="tensorboard",
+        project_dir=args.output_dir,  # the tracker is pointed at the run folder once all ranks know its name
+    )
+    rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    say = accelerator.print
+    script = Path(__file__)
+    run_name = args.run_name or f"{script.stem}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(args.output_dir) / broadcast_object_list([run_name])[0]
+    run_dir = Path(args.resume).absolute().parents[1] if args.resume else run_dir
+
+    # Everything that can be wrong with the input is found here, the cheap checks first.
+    with errors_agreed(accelerator):
+        check_args(args, world_size)
+        set_seed(args.seed)  # our own draws have their own streams; this is for reward files
+        if run_dir.exists() and args.resume is None:
+            raise UserError(f"the run folder {run_dir} exists; choose another --run-name or delete it")
+        reward_function = load_reward(args.reward)
+        with blamed_on(f"--model {args.model}: no folder or hub id with a tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(args.model)
+        train_rows, train_summary = load_prompts(args.dataset, "train", args, tokenizer)
+        if not train_rows:
+            raise UserError(f"dataset {train_summary}")
+        eval_source = args.eval_dataset or default_eval_source(args.dataset)
+        eval_rows, eval_summary = [], "no test data beside the training data, give --eval-dataset"
+        if eval_source is not None:
+            eval_rows, eval_summary = load_prompts(eval_source, "test", args, tokenizer)
+        if args.eval_dataset and not eval_rows:
+            raise UserError(f"--eval-dataset {eval_summary}")
+        compute_scores(reward_function, train_rows[:2], ["", ""][: len(train_rows)])  # fails now rather than later
+        model = load_causal_lm(args.model)
+        longest = max(len(row["input_ids"]) for row in train_rows + eval_rows) + args.max_response_length
+        limit = getattr(model.config, "max_position_embeddings", None) or longest
+        if longest > limit:
+            what = f"the longest prompt and --max-response-length {args.max_response_length} are {longest} tokens"
+            raise UserError(f"{what}, --model {args.model} has {limit} positions: lower it or --max-prompt-length")
+    eos_ids = broadcast_object_list([collect_eos_ids(model, tokenizer)])[0]  # rank 0 has read the generation config
+    # The pad id only fills: masks say what counts.
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+
+    # One model after the other: rank 0 has one whole model in host memory at a time, the other ranks none.
+    shard_size = args.shard_group_size or world_size
+    mesh = init_device_mesh(device.type, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+    sharding = mesh["shard"] if shard_size == world_size else mesh, bf16, args.offload
+    policy = shard(Policy(model, args.entropy_coef > 0).train(), *sharding)
+    with errors_agreed(accelerator):
+        critic = Critic(args.critic_model or args.model).train()
+    critic = shard(critic, *sharding)
+    use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
+    if use_reference:  # as the actor is at the start of the run, never trained
+        reference = shard(Policy(load_causal_lm(args.model)).requires_grad_(False), *sharding)
+    if args.gradient_checkpointing:
+        for trained in (policy.model, critic.model):
+            trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    actor_optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=args.weight_decay)
+    kl_controller = AdaptiveKL(args.kl_reward_coef, args.kl_target, args.kl_horizon)
+    trainees = {"actor": (policy, actor_optimizer), "critic": (critic, critic_optimizer)}
+    reached = {"next_iteration": 0, "num_drawn": 0, "best_score": -math.inf, "kl_coef": args.kl_reward_coef}
+    if args.resume is not None:
+        with errors_agreed(accelerator), blamed_on(f"--resume {args.resume}: it does not fit the models or is damaged"):
+            reached = load_checkpoint(Path(args.resume), trainees)
+    first, num_drawn, best_score, kl_controller.coef = reached.values()
+
+    # Batch arithmetic. Prompts are dealt to the ranks like cards, so that minibatch k is the same set of rows, k*M to
+    # (k+1)*M of the global batch, at any process count.
+    num_responses = args.batch_size * args.group_size
+    num_minibatches = num_responses // args.minibatch_size
+    local_size = args.minibatch_size // world_size
+    num_steps = num_minibatches * args.ppo_epochs
+    need_old_pass = num_steps > 1 or use_reference  # else the only forward pass of the update gives the old log-probs
+
+    with errors_agreed(accelerator), blamed_on(f"the run folder {run_dir} cannot be written"):
+        if accelerator.is_main_process and args.resume is not None:  # what came after the checkpoint is done once more
+            lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+            with written_whole(run_dir / "metrics.jsonl") as file:
+                file.write_text("".join(line for line in lines if json.loads(line)["step"] < first))
+        elif accelerator.is_main_process:
+            (run_dir / "completions").mkdir(parents=True)
+            shutil.copy(script, run_dir)
+            versions = {m.__name__: m.__version__ for m in (torch, transformers, accelerate, datasets)}
+            record = asdict(args) | {"num_processes": world_size, "versions": versions}
+            (run_dir / "args.json").write_text(json.dumps(record, indent=1) + "\n")
+    accelerator.project_configuration.logging_dir = str(run_dir)
+    accelerator.init_trackers("tensorboard")
+
+    actor_size, critic_size = (sum(p.numel() for p in m.parameters()) for m in (policy, critic))
+    gib = (16 * (actor_size + critic_size) + 4 * actor_size * use_reference) / 2**30
+    # Gathered rollouts need room for a whole policy beside all model state, of which gradients and Adam are to come.
+    need = actor_size * (2 if bf16 else 4) / 2**30
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else get_max_memory()["cpu"] // num_local
+    free -= 0 if args.offload else 12 * (actor_size + critic_size) // shard_size
+    free = max(0, all_reduce(torch.tensor(free), dist.ReduceOp.MIN).item()) / 2**30
+    gathered = args.rollout_params == "gathered" or (args.rollout_params is None and free >= 1.2 * need)
+    say(f"{script.name}: {world_size} process(es) on {device.type}, {'bfloat16' if bf16 else 'float32'}")
+    say(f"  actor      {args.model}: {actor_size:,} parameters, EOS ids {eos_ids or 'none, responses never end'}")
+    say(f"  critic     {args.critic_model or args.model}: {critic_size:,} parameters")
+    say(f"  reference  {'frozen copy of the actor' if use_reference else 'none, both KL coefficients are 0'}")
+    say(f"  memory     {gib / shard_size:.2f} GiB of model state per device{' (host memory)' * args.offload}", end="")
+    say(f", {gib:.2f} if replicated: 16 bytes per trained, 4 per frozen parameter, over {shard_size}")
+    mode = "gathered" if gathered else "sharded"
+    say(f"  rollout    {mode} parameters; gathered they take {need:.2f} of {free:.2f} GiB free on every device")
+    say(f"  train      {train_summary}\n  eval       {eval_summary}\n  reward     {args.reward}")
+    say(f"  batch      {args.batch_size} prompts x {args.group_size} = {num_responses} responses per iteration")
+    say(f"  steps      {num_minibatches} minibatches of {args.minibatch_size} ({local_size} per process)", end="")
+    say(f" x {args.ppo_epochs} epoch(s) = {num_steps} optimizer steps per iteration")
+    if num_steps == 1:
+        say("  note       one minibatch, one epoch: the ratio is always 1 and clipping cannot fire")
+    if args.top_p < 1 or args.top_k > 0:
+        say("  warning    top-p/top-k truncate what is sampled but not the log-probs: the ratio is biased")
+    if args.kl_loss_coef > 0 and args.kl_loss_kind == "k1":
+        say("  warning    k1 in the loss has zero expected gradient: noise, and no pull to the reference")
+    say(f"  run folder {run_dir}", flush=True)
+
+    @contextmanager
+    def phase(name):
+        begin = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds[f"time/{name}"] += time.perf_counter() - begin
+
+    progress = tqdm(total=args.total_iterations, initial=max(0, first - 1), dynamic_ncols=True, file=sys.stdout)
+    for iteration in range(first, args.total_iterations + 1):  # iteration 0 only evaluates
+        seconds, metrics, moments = defaultdict(float), {}, Moments(device)
+        evaluating = iteration in (0, args.total_iterations) or (args.eval_every and iteration % args.eval_every == 0)
+
+        if iteration > 0:
+            # 1. Rollout: this rank's prompts, group_size responses each.
+            with phase("rollout"):
+                batch = draw_prompts(train_rows, num_drawn, args.batch_size, args.seed)[rank::world_size]
+                num_drawn += args.batch_size
+                rows = [row for row in batch for _ in range(args.group_size)]
+                queries, query_mask = left_pad([row["input_ids"] for row in batch], pad_id, device)  # (N,P)
+                # Noise of the whole global batch, of which each rank takes its rows: the same at any process count.
+                noise = generator("rollout", args.seed, iteration)
+                shape = (args.batch_size, args.group_size, args.max_response_length)
+                uniforms = torch.rand(shape, generator=noise, dtype=torch.float64)
+                uniforms = uniforms[rank::world_size].flatten(0, 1).to(device)  # (B,T)
+                sampling = args.temperature, args.top_p, args.top_k
+                inputs = queries, query_mask, uniforms, eos_ids, pad_id
+                with generating(policy, gathered) as actor:
+                    responses, rollout_logprobs = generate(actor, *inputs, *sampling)  # (B,T)
+                response_mask = make_response_mask(responses, eos_ids)  # (B,T)
+                lengths = response_mask.sum(1)  # (B,)
+                ended = torch.isin(responses, torch.tensor(eos_ids, device=device, dtype=torch.long)).any(1)  # (B,)
+
+            # 2. Reward: one score per response.
+            with phase("reward"), errors_agreed(accelerator):
+                texts = decode(tokenizer, responses, response_mask)
+                scores = torch.tensor(compute_scores(reward_function, rows, texts), device=device)  # (B,)
+                scores = scores - args.missing_eos_penalty * ~ended
+
+            # 3. Log-probs of the policy that sampled and of the reference, by the same forward pass as in training.
+            with phase("logprobs"):
+                queries, query_mask = left_pad([row["input_ids"] for row in rows], pad_id, device)  # (B,P)
+                tokens = queries, query_mask, responses, response_mask
+                shares = [range(len(rows))[i : i + local_size] for i in range(0, len(rows), local_size)]
+                minibatches = [pack(*tokens, share, args.microbatch_tokens) for share in shares]
+                even_out(minibatches)
+                # Responses and tokens of every optimizer step, over all ranks: the denominators of the losses.
+                step_sequences = [len(share) * world_size for share in shares]
+                step_tokens = all_reduce(torch.stack([lengths[share].sum() for share in shares])).tolist()
+                old_logprobs = torch.zeros_like(rollout_logprobs)  # (B,T)
+                if need_old_pass:
+                    old_logprobs = forward_all(policy, minibatches, response_mask, args.temperature)
+                ref_logprobs = old_logprobs  # without a reference every KL is 0
+                if use_reference:
+                    ref_logprobs = forward_all(reference, minibatches, response_mask, args.temperature)
+
+            # 4. Values of the states before each response token.
+            with phase("values"):
+                values = forward_all(critic, minibatches, response_mask)  # (B,T)
+
+            # 5. Token rewards and advantages.
+            with phase("advantages"):
+                rewards = -kl_controller.coef * kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # (B,T)
+                rewards[range(len(rows)), lengths - 1] += scores  # on the last valid token: EOS, or where it was cut
+                advantages, returns = gae(rewards, values, response_mask, args.gamma, args.lam)  # (B,T)
+                moments.add("advantage/mean", advantages, response_mask)
+                if args.whiten_advantages:
+                    advantages = masked_whiten(advantages, response_mask)
+
+            # The optimizer steps: every epoch shuffles the minibatches, alike on all ranks, and never their rows.
+            stream = generator("minibatches", args.seed, iteration)
+            shuffles = [torch.randperm(len(minibatches), generator=stream).tolist() for _ in range(args.ppo_epochs)]
+            steps = [k for shuffle in shuffles for k in shuffle]
+            factor = schedule(args.lr_schedule, iteration, args.total_iterations, args.warmup_iterations)
+            actor_optimizer.param_groups[0]["lr"] = args.lr * factor
+            critic_optimizer.param_groups[0]["lr"] = args.critic_lr * factor
+
+            # 6. Actor update.
+            train_actor, ratio_max = iteration > args.critic_warmup_iterations, torch.zeros((), device=device)
+            with phase("actor"):
+                for k in steps if train_actor else []:
+                    step_loss, step_kl = torch.zeros(2, device=device)
+                    for mb in minibatches[k]:
+                        mb_mask, mb_advantages = response_mask[mb.at], advantages[mb.at]  # (b,t)
+                        mb_logprobs, mb_entropy = policy(*mb.inputs, args.temperature)
+                        mb_logprobs, mb_entropy = (torch.where(mb_mask, x, 0) for x in (mb_logprobs, mb_entropy))
+                        mb_old_logprobs = old_logprobs[mb.at] if need_old_pass else mb_logprobs.detach()
+                        clips = args.clip_low, args.clip_high, args.dual_clip
+                        mb_losses = policy_loss(mb_logprobs, mb_old_logprobs, mb_advantages, *clips)
+                        if args.entropy_coef > 0:
+                            mb_losses = mb_losses - args.entropy_coef * mb_entropy
+                        if args.kl_loss_coef > 0:
+                            mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb.at], args.kl_loss_kind)
+                            mb_losses = mb_losses + args.kl_loss_coef * mb_kl
+                        counts = step_tokens[k], step_sequences[k], args.max_response_length
+                        loss = aggregate(mb_losses, mb_mask, args.loss_agg, *counts)
+                        # FSDP averages over ranks, `loss` is a share of a sum.
+                        accelerator.backward(loss * world_size)
+                        with torch.no_grad():
+                            log_ratio = (mb_logprobs - mb_old_logprobs).clamp(-20, 20)
+                            approx_kl = log_ratio.exp() - 1 - log_ratio  # k3: never negative, little variance
+                            ratio, good, bad = log_ratio.exp(), mb_advantages > 0, mb_advantages < 0
+                            clipped = (good & (ratio > 1 + args.clip_high)) | (bad & (ratio < 1 - args.clip_low))
+                            step_loss += loss
+                            step_kl += approx_kl.sum() / step_tokens[k]
+                            ratio_max = torch.maximum(ratio_max, torch.where(mb_mask, ratio, 0).max())
+                            moments.add("actor/clipfrac", clipped, mb_mask)
+                            moments.add("actor/approx_kl", approx_kl, mb_mask)
+                            moments.add("actor/ratio_mean", ratio, mb_mask)
+                            moments.add("actor/entropy", mb_entropy, mb_mask)
+                            if args.dual_clip is not None:
+                                moments.add("actor/clipfrac_dual", bad & (ratio > args.dual_clip), mb_mask)
+                    # Decided on the KL of all ranks together: one rank stopping alone would leave the others waiting.
+                    if args.target_kl is not None and all_reduce(step_kl) > args.target_kl:
+                        actor_optimizer.zero_grad()
+                        break
+                    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
+                    moments.add("actor/grad_norm", grad_norm.to(device))
+                    moments.add("actor/loss", step_loss * world_size)  # the mean over ranks of shares of a sum
+                    actor_optimizer.step()
+                    actor_optimizer.zero_grad()
+
+            # 7. Critic update.
+            with phase("critic"):
+                for k in steps:
+                    step_loss = torch.zeros((), device=device)
+                    for mb in minibatches[k]:
+                        mb_mask, mb_returns = response_mask[mb.at], returns[mb.at]  # (b,t)
+                        mb_values = torch.where(mb_mask, critic(*mb.inputs), 0)
+                        mb_losses = value_loss(mb_values, values[mb.at], mb_returns, args.value_clip)
+                        loss = aggregate(mb_losses, mb_mask, "token-mean", step_tokens[k], 0, 0)
+                        accelerator.backward(loss * world_size)
+                        step_loss += loss.detach()
+                        if args.value_clip is not None:
+                            moments.add("critic/clipfrac", mb_losses > (mb_values - mb_returns).square() / 2, mb_mask)
+                    grad_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm).full_tensor()
+                    moments.add("critic/grad_norm", grad_norm.to(device))
+                    moments.add("critic/loss", step_loss * world_size)
+                    critic_optimizer.step()
+                    critic_optimizer.zero_grad()
+
+            # Log. Every number covers the valid tokens, or the rows, of all ranks.
+            row_kl = (old_logprobs - ref_logprobs).sum(1)  # (B,)
+            moments.add("reward/mean", scores)
+            moments.add("reward/total_mean", rewards.sum(1))
+            moments.add("response/length_mean", lengths)
+            moments.add("response/truncated_frac", ~ended)
+            moments.add("critic/value_mean", values, response_mask)
+            moments.add("returns", returns, response_mask)
+            moments.add("residuals", returns - values, response_mask)
+            if use_reference:
+                moments.add("kl/mean", old_logprobs - ref_logprobs, response_mask)
+                moments.add("kl/sequence", row_kl)
+                metrics["kl/coef"] = kl_controller.coef
+            if need_old_pass:  # sampling and training should agree; precision and kernels make them differ
+                moments.add("rollout/logprob_diff", (old_logprobs - rollout_logprobs).abs(), response_mask)
+            means, stds = moments.reduce()
+            metrics["critic/explained_variance"] = 1 - stds["residuals"] ** 2 / (stds["returns"] ** 2 + 1e-5)
+            metrics |= {name: mean for name, mean in means.items() if "/" in name}
+            metrics |= {f"{name}/std": stds[f"{name}/mean"] for name in ("reward", "advantage")}
+            metrics |= {"actor/lr": args.lr * factor, "critic/lr": args.critic_lr * factor}
+            if train_actor:
+                metrics["actor/ratio_max"] = all_reduce(ratio_max, dist.ReduceOp.MAX).item()
+            if args.kl_controller == "adaptive":
+                kl_controller.update(metrics["kl/mean"], num_responses)
+            num_tokens = all_reduce(query_mask.sum() + response_mask.sum()).item()
+            seconds["time/iteration"] = sum(seconds.values())
+            metrics |= seconds | {"throughput/tokens_per_second": num_tokens / seconds["time/iteration"]}
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            peak = torch.tensor(torch.cuda.max_memory_allocated() if device.type == "cuda" else peak, device=device)
+            metrics["memory/peak_gib"] = all_reduce(peak, dist.ReduceOp.MAX).item() / 2**30
+            if evaluating:
+                columns = zip(rows, texts, scores.tolist(), row_kl.tolist(), (~ended).tolist())
+                names = "query", "response", "score", "kl", "truncated"
+                dump = [dict(zip(names, (row["prompt"], *rest))) for row, *rest in columns]
+                save_completions(run_dir / "completions" / f"step_{iteration:06d}.jsonl", dump, accelerator)
+
+        # Evaluate, keep the best.
+        if evaluating and eval_rows:
+            if iteration == 0:
+                say(f"evaluation before training begins {time.time() - start_time:.1f} s after the start", flush=True)
+            with phase("eval"), errors_agreed(accelerator), generating(policy, gathered) as actor:
+                task = tokenizer, eval_rows, reward_function, args
+                scored, dump = evaluate(actor, *task, accelerator, eos_ids, pad_id)
+            results, _ = scored.reduce()
+            save_completions(run_dir / "completions" / f"eval_{iteration:06d}.jsonl", dump, accelerator)
+            metrics |= results | {"time/eval": seconds["time/eval"]}
+            score, sampled, length = (results[f"eval/{name}"] for name in ("score", "score_sampled", "length_mean"))
+            if accelerator.is_main_process:
+                line = f"iteration {iteration:4d}: eval {score:.3f} greedy, {sampled:.3f} sampled, length {length:.1f}"
+                progress.write(f"{line}  ({time.time() - start_time:.0f} s)")
+            if score > best_score and args.total_iterations > 0:
+                best_score = score
+                save_models(run_dir / "best", {".": policy, "critic": critic}, tokenizer, accelerator)
+
+        metrics["time/elapsed"] = time.time() - start_time
+        accelerator.log(metrics, step=iteration)
+        if accelerator.is_main_process:
+            with open(run_dir / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": iteration} | metrics) + "\n")
+        if args.save_every and iteration > 0 and iteration % args.save_every == 0:
+            reached = dict(zip(reached, (iteration + 1, num_drawn, best_score, kl_controller.coef)))
+            path = run_dir / "checkpoints" / f"step_{iteration:06d}"
+            save_checkpoint(path, trainees, reached, accelerator)
+        if iteration > 0:
+            shown = {"reward": "reward/mean", "kl": "kl/mean", "length": "response/length_mean", "H": "actor/entropy"}
+            shown = [f"{label} {metrics[name]:.3g}" for label, name in shown.items() if name in metrics]
+            split = [f"{name[5:9]} {s:.2f}" for name, s in seconds.items() if name != "time/eval"]
+            progress.set_postfix_str(f"{', '.join(shown)} | {' '.join(split)} s")
+            progress.update()
+
+    progress.close()
+    if args.total_iterations > 0:
+        save_models(run_dir / "final", {".": policy, "critic": critic}, tokenizer, accelerator)
+        say(f"saved {run_dir}/final{' and best' if eval_rows else ''}: transformers folders, the critic in critic/")
+        say(f"  load  AutoModelForCausalLM.from_pretrained('{run_dir}/final')")
+        if newest := max((run_dir / "checkpoints").glob("step_*"), default=None):
+            say(f"  go on  the same command with --resume {newest}")
+        say(f"  plot  python benchmarks/plot.py {run_dir}")
+    accelerator.end_training()
+    return run_dir
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
