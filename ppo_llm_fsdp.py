@@ -503,8 +503,8 @@ def shard(module, mesh, bf16, offload):
         whole = weights[name] if weights else torch.empty(parameter.shape)
         shards[name] = distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements).to(home)
     module.load_state_dict(shards, strict=False, assign=True)
-    module.model.tie_weights()
-    # FSDP takes the module of the first forward pass for the root; in a rollout that would be a block.
+    # FSDP takes the module of the first forward pass for the root, in a rollout that would be a block; and in it the
+    # places of a tied weight become one again.
     probe = torch.zeros(1, 2, dtype=torch.long, device=mesh.device_type)
     with torch.no_grad():
         module(probe, torch.ones_like(probe), 1, *([] if isinstance(module, Critic) else [1.0]))

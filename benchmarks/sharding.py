@@ -174,8 +174,8 @@ def main():
         folder = Path(temporary)
         size = make_wide_model(folder / "wide")
         steps = ["--total-iterations", str(args.iterations)]
-        wide = ["--model", str(folder / "wide"), "--batch-size", "16", "--minibatch-size", "16"]
-        wide += ["--max-response-length", "16", "--lr", "1e-6", "--critic-lr", "1e-6"]
+        wide = ["--model", str(folder / "wide"), "--batch-size", "8", "--minibatch-size", "8"]
+        wide += ["--max-response-length", "64", "--lr", "1e-6", "--critic-lr", "1e-6"]
         rows = (ROOT / "benchmarks" / "tiny" / "test.jsonl").read_text().splitlines(keepends=True)
         (folder / "eval.jsonl").write_text("".join(rows[:8]))
         wide += ["--eval-dataset", str(folder / "eval.jsonl")]

@@ -335,6 +335,16 @@ def test_a_checkpoint_is_read_bit_by_bit(resumed):
     assert all(torch.equal(state[f"actor.model.{name}"], weight) for name, weight in final.items())
 
 
+def test_a_hole_in_a_checkpoint_is_seen(resumed, fsdp, tmp_path):
+    """Without its first shard the sizes of all tensors still look right: the reader would leave their first rows."""
+    whole, _, _ = resumed
+    copy = shutil.copytree(whole / "checkpoints" / "step_000001", tmp_path / "step_000001")
+    (first, _) = sorted(copy.glob("shard-*"))
+    first.unlink()
+    with pytest.raises(fsdp.UserError, match=f"its file {first.name} is missing"):
+        fsdp.load_checkpoint(copy, {})
+
+
 def test_a_checkpoint_holds_safetensors_and_json_only(resumed):
     whole, _, _ = resumed
     checkpoints = sorted((whole / "checkpoints").iterdir())
