@@ -1,6 +1,6 @@
 """What sharding costs and saves: ppo_llm.py against ppo_llm_fsdp.py, the same work in turns on one machine.
 
-    python benchmarks/sharding.py        about a quarter of an hour on two cores; writes benchmarks/results/sharding/
+    python benchmarks/sharding.py        about half an hour on two cores; writes benchmarks/results/sharding/
 
 Memory: a model of 50 million random weights on 2 and 4 processes; all tensors that a process holds right after an
 optimizer step (parameters, gradients, optimizer state of all models), and the largest size the process ever had.
@@ -174,8 +174,8 @@ def main():
         folder = Path(temporary)
         size = make_wide_model(folder / "wide")
         steps = ["--total-iterations", str(args.iterations)]
-        wide = ["--model", str(folder / "wide"), "--batch-size", "8", "--minibatch-size", "8"]
-        wide += ["--max-response-length", "64", "--lr", "1e-6", "--critic-lr", "1e-6"]
+        wide = ["--model", str(folder / "wide"), "--batch-size", "16", "--minibatch-size", "16"]
+        wide += ["--max-response-length", "16", "--lr", "1e-6", "--critic-lr", "1e-6"]
         rows = (ROOT / "benchmarks" / "tiny" / "test.jsonl").read_text().splitlines(keepends=True)
         (folder / "eval.jsonl").write_text("".join(rows[:8]))
         wide += ["--eval-dataset", str(folder / "eval.jsonl")]
