@@ -32,13 +32,14 @@ Shapes in comments: N prompts and B = N*group_size responses on this process, P 
 
 import copy
 import hashlib
-import importlib.util
 import inspect
 import json
 import math
 import os
 import re
 import resource
+import runpy
+import shlex
 import shutil
 import sys
 import time
@@ -47,6 +48,7 @@ from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from decimal import Decimal
+from importlib.util import find_spec
 from itertools import compress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -59,9 +61,11 @@ import transformers
 import tyro
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object, set_seed, tqdm
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import cached_file, find_adapter_config_file
 
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
 KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
@@ -74,29 +78,37 @@ class Args:
 
     # model
     model: str = str(TINY / "model")
-    """policy to train: a transformers folder or hub id"""
+    """policy to train: a transformers folder or hub id, or a LoRA adapter, which is then trained further"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """autocast precision of forward and backward; auto is bfloat16 where a GPU supports it. Weights stay float32"""
+    lora_rank: int = 0
+    """train low-rank matrices beside the frozen weights (2106.09685); 0: train all weights"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time per update"""
 
     # data and reward
     dataset: str = str(TINY / "train.jsonl")
-    """.jsonl/.json/.parquet/.csv file, folder saved by `datasets`, or hub id `name` or `name:config`"""
+    """.jsonl/.json/.parquet/.csv file, or folder saved by `datasets` or hub id: `name`, `name:config:split`"""
     eval_dataset: str | None = None
     """test data, same forms; default: the `test` split of the same source, or the file with `train` -> `test`"""
     prompt_column: str | None = None
-    """column with the prompt; default: `question` or `prompt`"""
+    """column with the prompt, text or a chat; default: `question`, `prompt`, or `chosen` up to the last answer"""
     answer_column: str | None = None
-    """column with the reference answer; default: `answer` or `solution` if there is one"""
+    """column with the reference answer; default: `answer`, `solution` or `reward_model` (its ground truth), if any"""
     prompt_template: str = "{prompt}"
-    r"""text given to the model; {prompt} is replaced by the prompt, \n by a line break"""
+    r"""what becomes of a text prompt: {prompt} is replaced by it, \n by a line break"""
+    chat_template: str | None = None
+    """file with a Jinja chat template, or none: prompts stay text; default: that of the tokenizer, if it has one"""
     max_prompt_length: int = 256
-    """prompts with more tokens are left out, and counted in the start-up block"""
+    """longest prompt in tokens"""
+    overlong_prompts: Literal["filter", "truncate", "error"] = "filter"
+    """what becomes of longer ones: left out, only their end is kept, or the run stops"""
     max_response_length: int = 64
     """tokens a response may have; one without an EOS by then is truncated"""
     reward: str = "gsm8k"
     """gsm8k (number after the last ####), exact, or path/to/file.py:function"""
+    reward_model: str | None = None
+    """sequence classifier with one label whose score is the reward, in place of --reward"""
 
     # rollout
     batch_size: int = 32
@@ -119,6 +131,13 @@ class Args:
     """drop groups whose responses the reward function scores alike, and sample other prompts in their place (DAPO)"""
     max_resamples: int = 3
     """rollouts that --dynamic-sampling may add to an iteration; then it trains on what every process has found"""
+    old_logprobs: Literal["recompute", "rollout", "corrected"] = "recompute"
+    """what the ratio is to: log-probs of a pass as in training, or of the sampler; corrected: recompute, and losses
+    weighted by recomputed over sampler's probability"""
+    is_level: Literal["token", "sequence"] = "token"
+    """these weights are of single tokens, or of whole responses"""
+    is_cap: float = 2.0
+    """and never above this"""
 
     # update
     total_iterations: int = 40
@@ -183,6 +202,8 @@ class Args:
     """seed of data order and sampling"""
     eval_every: int = 10
     """iterations between evaluations (0: only before and after training)"""
+    track: Literal["tensorboard", "wandb", "none"] = "tensorboard"
+    """where metrics go besides metrics.jsonl (wandb: pip install wandb)"""
 
 
 class UserError(Exception):
@@ -230,6 +251,7 @@ def generator(*key):
 # ---------------------------------------------------------------------------------------------------------------------
 
 FILE_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+ROLES = "system", "developer", "user", "assistant", "tool"
 
 
 def read_table(source, split):
@@ -240,9 +262,9 @@ def read_table(source, split):
             if not path.is_file() or path.stat().st_size == 0:
                 raise UserError(f"dataset {source}: the file is {'empty' if path.is_file() else 'missing'}")
             return datasets.load_dataset(FILE_READERS[path.suffix], data_files=str(path), split="train")
-        name, _, config = source.partition(":")
-        table = datasets.load_from_disk(source) if path.is_dir() else datasets.load_dataset(name, config or None)
-    return table.get(split) if isinstance(table, datasets.DatasetDict) else table
+        name, config, own_split = (source.split(":") + ["", ""])[:3]
+        table = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, config or None)
+    return table.get(own_split or split) if isinstance(table, datasets.DatasetDict) else table
 
 
 def default_eval_source(dataset):
@@ -251,46 +273,95 @@ def default_eval_source(dataset):
     if path.is_dir():
         return dataset if (path / "dataset_dict.json").is_file() else None
     if path.suffix not in FILE_READERS:
-        return dataset
+        return ":".join(dataset.split(":")[:2])
     sibling = path.with_name(path.name.replace("train", "test"))
     return str(sibling) if sibling != path and sibling.is_file() else None
+
+
+def as_prompt(value, column, where):
+    """A data row's prompt: text, or a chat [{"role", "content"}, ...] in which it is the assistant's turn."""
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{where}: column {column} should hold text or a chat, not {str(value)[:60]!r}")
+    for message in value:
+        parts = message if isinstance(message, dict) else {}
+        if parts.get("role") not in ROLES or not isinstance(parts.get("content"), str):
+            expected = f"a chat message has a role ({', '.join(ROLES)}) and text as its content"
+            raise UserError(f"{where}: column {column}: {expected}, not {str(message)[:80]}")
+    roles = [message["role"] for message in value]
+    if column == "chosen" and "assistant" in roles:  # a preference pair: what its answers were given to
+        value = value[: len(roles) - 1 - roles[::-1].index("assistant")]
+    if not value or value[-1]["role"] == "assistant":
+        raise UserError(f"{where}: column {column}: the chat should end with the message to be answered")
+    return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
 def load_prompts(source, split, args, tokenizer):
     """List of rows {prompt, input_ids, answer, columns}, and a sentence about them for the start-up block.
 
-    Prompts longer than --max-prompt-length are left out. Raises UserError naming the file and the row.
+    `columns` are those of the data, and `messages`, the prompt as a chat. Prompts longer than --max-prompt-length fare
+    as --overlong-prompts says. Raises UserError naming the file and the row.
     """
-    table = read_table(source, split)
+    table = None if source is None else read_table(source, split)
     if table is None:
-        return [], f"{source} has no {split} split"
+        return [], "none" if source is None else f"{source} has no {split} split"
     if len(table) == 0:
         raise UserError(f"dataset {source}: it has no rows")
-    formats, names = {"question": "GSM8K raw", "prompt": "text prompts"}, table.column_names
-    prompt_column = args.prompt_column or next((c for c in formats if c in names), "question or prompt")
-    answer_column = args.answer_column or next((c for c in ("answer", "solution") if c in names), None)
+    formats, names = {"question": "GSM8K raw", "prompt": "TRL", "chosen": "preference pairs"}, table.column_names
+    prompt_column = args.prompt_column or next((c for c in formats if c in names), "question, prompt or chosen")
+    answer_column = args.answer_column or next((c for c in ("answer", "solution", "reward_model") if c in names), None)
     for flag, column in (("--prompt-column", prompt_column), ("--answer-column", answer_column)):
         if column not in names and column is not None:
             raise UserError(f"{flag}: {source} has no column {column}; it has {', '.join(names)}")
-    rows = []
+    wants_chat, needs_answer = args.chat_template != "none", args.reward in REWARDS and args.reward_model is None
+    use_chat, rows, answer_type = wants_chat and tokenizer.chat_template is not None, [], None
     for number, columns in enumerate(table.to_list(), 1):
-        prompt, answer, where = columns[prompt_column], columns.get(answer_column), f"{source} row {number}"
-        if not isinstance(prompt, str) or not prompt:
-            raise UserError(f"{where}: column {prompt_column} should hold text, not {str(prompt)[:60]!r}")
-        if args.reward in REWARDS and answer is None:
+        where = f"{source} row {number}"
+        prompt, answer = as_prompt(columns[prompt_column], prompt_column, where), columns.get(answer_column)
+        answer = answer.get("ground_truth") if isinstance(answer, dict) else answer  # verl's column reward_model
+        if needs_answer and answer is None:
             raise UserError(f"{where}: --reward {args.reward} needs an answer; name its column with --answer-column")
-        if args.reward == "gsm8k" and gsm8k_gold(answer) is None:
+        if needs_answer and args.reward == "gsm8k" and gsm8k_gold(answer) is None:
             raise UserError(f"{where}: the answer has no number, after '####' or alone: {str(answer)[-60:]!r}")
-        text = args.prompt_template.replace("\\n", "\n").replace("{prompt}", prompt)
-        rows.append({"prompt": text, "answer": answer, "columns": columns})
-    for row, input_ids in zip(rows, tokenizer([row["prompt"] for row in rows])["input_ids"]):
-        row["input_ids"] = input_ids
-    kept = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
+        own_type = "number" if isinstance(answer, int | float) else type(answer).__name__
+        answer_type = own_type if answer_type is None and answer is not None else answer_type
+        if answer is not None and own_type != answer_type:
+            raise UserError(f"{where}: the answer is a {own_type}, {str(answer)[:60]!r}, and a {answer_type} before it")
+        is_chat = isinstance(prompt, list)
+        if is_chat and wants_chat and not use_chat:
+            what = f"{where}: the prompt is a chat and the tokenizer of --model has no chat template"
+            raise UserError(f"{what}; give --chat-template FILE, or none to join the messages to a text")
+        text = "\n".join(message["content"] for message in prompt) if is_chat else prompt
+        text = args.prompt_template.replace("\\n", "\n").replace("{prompt}", text)
+        messages = prompt if is_chat else [{"role": "user", "content": text}]
+        if use_chat:
+            with blamed_on(f"{where}: the chat template refuses it"):
+                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rows.append({"prompt": text, "answer": answer, "columns": columns | {"messages": messages}})
+    # A chat template writes the BOS itself.
+    encoded = tokenizer([row["prompt"] for row in rows], add_special_tokens=not use_chat)["input_ids"]
+    limit, lengths = args.max_prompt_length, [len(ids) for ids in encoded]
+    for number, (row, ids) in enumerate(zip(rows, encoded), 1):
+        if len(ids) > limit and args.overlong_prompts == "error":
+            raise UserError(f"{source} row {number}: {len(ids)} tokens, more than --max-prompt-length {limit}")
+        if len(ids) > limit and args.overlong_prompts == "truncate":  # the end stays, and the BOS
+            bos = ids[: ids[0] == tokenizer.bos_token_id]
+            ids = bos + ids[len(ids) - limit + len(bos) :]
+            row["prompt"] = tokenizer.decode(ids[len(bos) :])
+        row["input_ids"] = ids
+    kept = [row for row in rows if len(row["input_ids"]) <= limit]
     if not kept:
-        shortest, limit = min(len(row["input_ids"]) for row in rows), args.max_prompt_length
-        raise UserError(f"{source}: every prompt is longer than --max-prompt-length {limit}, the shortest {shortest}")
-    kind = formats.get(prompt_column, f"column {prompt_column}")
-    return kept, f"{source} ({kind}): {len(kept)} rows, {len(rows) - len(kept)} too long left out"
+        raise UserError(
+            f"{source}: no prompt within --max-prompt-length {limit}, the shortest has {min(lengths)} tokens"
+        )
+    kind = (
+        "verl" if "reward_model" in names and prompt_column == "prompt" else formats.get(prompt_column, prompt_column)
+    )
+    kind += f", {'chat' if is_chat else 'text'}{', chat template' if use_chat else ''}"
+    fate = {"truncate": "truncated"}.get(args.overlong_prompts, "left out")
+    fate = f"{sum(length > limit for length in lengths)} too long {fate}"
+    return kept, f"{source} ({kind}): {len(kept)} rows, {fate}"
 
 
 def draw_prompts(rows, start, count, seed):
@@ -337,13 +408,11 @@ def load_reward(spec):
         raise UserError(f"--reward {spec}: it should be one of {', '.join(REWARDS)} or path/to/file.py:function")
     if not Path(path).is_file():
         raise UserError(f"--reward {spec}: there is no file {path}")
-    module_spec = importlib.util.spec_from_file_location("reward_file", path)
-    module = importlib.util.module_from_spec(module_spec)
     with blamed_on(f"--reward {spec}: running the file failed"):
-        module_spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
+        names = runpy.run_path(path)
+    if not callable(names.get(name)):
         raise UserError(f"--reward {spec}: {path} has no function {name}")
-    return getattr(module, name)
+    return names[name]
 
 
 def compute_scores(reward_function, rows, responses):
@@ -383,9 +452,55 @@ def load_model(flag, name, auto_class, **kwargs):
         return model, info
 
 
-def load_causal_lm(name):
+def add_lora(model, adapter, rank, names=("default",), **options):
+    """Freezes `model` and puts trainable low-rank matrices beside its linear layers (2106.09685), if rank or adapter.
+
+    They are new ones of this rank, or those of a saved adapter, loaded under each of `names`, the last of them active.
+    """
+    if not rank and adapter is None:
+        return
+    try:
+        from peft import LoraConfig, PeftConfig, set_peft_model_state_dict
+    except ImportError:
+        raise UserError("--lora-rank and adapters need peft: pip install peft") from None
+    if adapter is None:
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options))
+        return
+    with blamed_on(f"adapter {adapter}: damaged, or not made for its base model"):
+        weights = load_file(cached_file(adapter, "adapter_model.safetensors"))
+        weights = {key.removeprefix("base_model.model."): weight for key, weight in weights.items()}
+        for name in names:
+            model.add_adapter(PeftConfig.from_pretrained(adapter, inference_mode=False), name)
+            set_peft_model_state_dict(model, weights, name)
+
+
+def find_base(flag, name):
+    """(model, adapter): an adapter's base and itself; (name, None) for an ordinary model."""
+    with blamed_on(f"{flag} {name}: no folder or hub id with a model"):
+        file = find_adapter_config_file(name)
+        return (json.loads(Path(file).read_text())["base_model_name_or_path"], name) if file else (name, None)
+
+
+@contextmanager
+def as_it_began(model):
+    """In this block a model trained by LoRA is what it was at the start: with the adapter it came with, or none."""
+    adapters = getattr(model, "peft_config", {})
+    if "reference" in adapters:
+        model.set_adapter("reference")
+    elif adapters:
+        model.disable_adapters()
+    yield
+    if adapters:
+        model.enable_adapters()
+        model.set_adapter("default")
+
+
+def load_causal_lm(name, lora_rank=0):
     """A causal language model whose logits are lm_head(hidden states), which `Policy` relies on."""
-    model, info = load_model("--model", name, AutoModelForCausalLM)
+    name, adapter = find_base("--model", name)
+    flag = "--model" if adapter is None else f"--model {adapter}, an adapter, its base"
+    model, info = load_model(flag, name, AutoModelForCausalLM)
+    add_lora(model, adapter, lora_rank, ("reference", "default"), task_type="CAUSAL_LM")
     # A classifier lacks the language model's head, unless that is tied to the embeddings, and has its own.
     wrong = [f"lack {key}" for key in info["missing_keys"]]
     wrong += [f"hold {key}" for key in info["unexpected_keys"] if key.startswith(("score.", "classifier."))]
@@ -442,6 +557,38 @@ class Policy(nn.Module):
         chunks = zip(hidden.split(rows), labels.split(rows))
         parts = [checkpoint(chunk_forward, h, y, use_reentrant=False) for h, y in chunks]
         return tuple(torch.cat(part) for part in zip(*parts))
+
+
+class RewardModel:
+    """--reward-model as a reward function: the score that a sequence classifier with one label gives to a response.
+
+    It sees the chat through the chat template of its own tokenizer or, if that has none, prompt and response as text.
+    """
+
+    def __init__(self, name, device):
+        with blamed_on(f"--reward-model {name}: no folder or hub id with a tokenizer"):
+            self.tokenizer = AutoTokenizer.from_pretrained(name)
+        model, info = load_model("--reward-model", name, transformers.AutoModelForSequenceClassification)
+        wrong = [f"no sequence classifier, it lacks {key}" for key in sorted(info["missing_keys"])]
+        if model.config.num_labels != 1:
+            wrong.append(f"it tells {model.config.num_labels} classes apart, and a reward is one number: one label")
+        if wrong:
+            raise UserError(f"--reward-model {name}: {wrong[0]}")
+        model.eval().requires_grad_(False)
+        self.pipeline = transformers.pipeline("text-classification", model, tokenizer=self.tokenizer, device=device)
+
+    def __call__(self, prompts, responses, answers, messages):
+        use_chat = self.tokenizer.chat_template is not None
+        texts = [prompt + response for prompt, response in zip(prompts, responses)]
+        if use_chat:
+            chats = [[*chat, {"role": "assistant", "content": text}] for chat, text in zip(messages, responses)]
+            texts = [self.tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+        # Similar lengths together; one by one where there is no padding token to find the last token of a row by.
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        size = 1 if self.pipeline.model.config.pad_token_id is None else 16
+        options = {"function_to_apply": "none", "add_special_tokens": not use_chat, "batch_size": size}
+        scores = {i: y["score"] for i, y in zip(order, self.pipeline([texts[i] for i in order], **options))}
+        return [scores[i] for i in range(len(texts))]
 
 
 def collect_eos_ids(model, tokenizer):
@@ -598,6 +745,19 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
     elif mode != "seq-mean-token-sum":
         raise ValueError(f"unknown aggregation {mode!r}")
     return per_sequence.sum() / max(num_sequences, 1)
+
+
+def rollout_weights(old_logprobs, rollout_logprobs, mask, level, cap):
+    """Truncated importance weights pi_old / pi_rollout (B,T), at most `cap`, for a sampler that is not quite pi_old.
+
+    level token: of every token; sequence: of the whole response, at each of its tokens. Detached, 0 outside the mask.
+    """
+    log_ratio = torch.where(mask, old_logprobs - rollout_logprobs, 0).detach()
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    elif level != "token":
+        raise ValueError(f"unknown level {level!r}")
+    return torch.where(mask, log_ratio.clamp(-20, 20).exp().clamp(max=cap), 0)
 
 
 class AdaptiveKL:
@@ -851,8 +1011,8 @@ def save_completions(path, completions, accelerator):
 def check_args(args, world_size):
     """Raises UserError for flags that make no sense, alone or together."""
     sizes = "batch_size group_size minibatch_size microbatch_tokens ppo_epochs max_prompt_length max_response_length"
-    positive = f"{sizes} temperature top_p max_grad_norm target_kl kl_target kl_horizon"
-    counts = "seed total_iterations eval_every warmup_iterations top_k max_resamples overlong_buffer"
+    positive = f"{sizes} is_cap temperature top_p max_grad_norm target_kl kl_target kl_horizon"
+    counts = "seed lora_rank total_iterations eval_every warmup_iterations top_k max_resamples overlong_buffer"
     coefs = "lr weight_decay clip_low clip_high entropy_coef kl_reward_coef kl_loss_coef overlong_penalty"
     checks = (
         (positive, "more than 0", lambda x: 0 < x < math.inf),
@@ -864,6 +1024,10 @@ def check_args(args, world_size):
         for name in names.split():
             if getattr(args, name) is not None and not holds(getattr(args, name)):
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, it must be {words}")
+    if args.chat_template not in (None, "none") and not Path(args.chat_template).is_file():
+        raise UserError(f"--chat-template {args.chat_template}: there is no such file; give one, or none")
+    if args.track == "wandb" and find_spec("wandb") is None:
+        raise UserError("--track wandb needs wandb: pip install wandb")
     if "{prompt}" not in args.prompt_template:
         raise UserError(f"--prompt-template {args.prompt_template!r} lacks {{prompt}}: all prompts would be equal")
     if args.run_name is not None and (Path(args.run_name).name != args.run_name or args.run_name in ("", "..")):
@@ -904,7 +1068,7 @@ def main(args: Args):
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),  # without this, two launched CPU processes would each believe to be alone
         mixed_precision="bf16" if bf16 else "no",
-        log_with="tensorboard",
+        log_with=None if args.track == "none" else args.track,
         project_dir=args.output_dir,  # the tracker is pointed at the run folder once all ranks know its name
         # Ranks run different numbers of forward passes, so none of them may send buffers around.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
@@ -921,20 +1085,29 @@ def main(args: Args):
         set_seed(args.seed)  # our own draws have their own streams; this is for reward files
         if run_dir.exists():
             raise UserError(f"the run folder {run_dir} exists; choose another --run-name or delete it")
-        reward_function = load_reward(args.reward)
+        reward_function = RewardModel(args.reward_model, device) if args.reward_model else load_reward(args.reward)
         with blamed_on(f"--model {args.model}: no folder or hub id with a tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(args.model)
-        train_rows, train_summary = load_prompts(args.dataset, "train", args, tokenizer)
-        if not train_rows:
+        if args.chat_template not in (None, "none"):
+            tokenizer.chat_template = Path(args.chat_template).read_text()
+        only_evaluates = args.total_iterations == 0
+        train_rows, train_summary = load_prompts(None if only_evaluates else args.dataset, "train", args, tokenizer)
+        if not train_rows and not only_evaluates:
             raise UserError(f"dataset {train_summary}")
         eval_source = args.eval_dataset or default_eval_source(args.dataset)
-        eval_rows, eval_summary = [], "no test data beside the training data, give --eval-dataset"
-        if eval_source is not None:
-            eval_rows, eval_summary = load_prompts(eval_source, "test", args, tokenizer)
-        if args.eval_dataset and not eval_rows:
+        eval_source = args.dataset if only_evaluates and eval_source is None else eval_source
+        eval_rows, eval_summary = load_prompts(eval_source, "test", args, tokenizer)
+        if not eval_rows and (only_evaluates or args.eval_dataset):
             raise UserError(f"--eval-dataset {eval_summary}")
-        compute_scores(reward_function, train_rows[:2], ["", ""][: len(train_rows)])  # fails now rather than later
-        model = load_causal_lm(args.model)
+        sample = (train_rows or eval_rows)[:2]
+        compute_scores(reward_function, sample, [""] * len(sample))  # fails now rather than later
+        model = load_causal_lm(args.model, args.lora_rank)
+        _, adapter = find_base("--model", args.model)
+        lora = getattr(model, "peft_config", {}).get("default")
+        if lora and args.lora_rank not in (0, lora.r):
+            raise UserError(f"--lora-rank {args.lora_rank}: --model {args.model} is an adapter and has rank {lora.r}")
+        if len(tokenizer) > (size := model.get_input_embeddings().num_embeddings):
+            raise UserError(f"--model: it knows {size} tokens, its tokenizer has {len(tokenizer)}")
         longest = max(len(row["input_ids"]) for row in train_rows + eval_rows) + args.max_response_length
         limit = getattr(model.config, "max_position_embeddings", None) or longest
         if longest > limit:
@@ -945,12 +1118,14 @@ def main(args: Args):
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
     use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
-    if use_reference:  # as the actor is now, never trained
+    if use_reference and not lora:  # as the actor is now, never trained
         reference = Policy(copy.deepcopy(model)).requires_grad_(False)
         reference = accelerator.prepare_model(reference, evaluation_mode=True)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = accelerator.prepare(Policy(model, args.entropy_coef > 0).train())
+    if lora:  # the frozen weights are shared, see as_it_began
+        reference = policy
     actor_optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
     kl_controller = AdaptiveKL(args.kl_reward_coef, args.kl_target, args.kl_horizon)
 
@@ -960,7 +1135,9 @@ def main(args: Args):
     num_minibatches = num_responses // args.minibatch_size
     local_size, local_groups = args.minibatch_size // world_size, args.batch_size // world_size
     num_steps = num_minibatches * args.ppo_epochs
-    need_old_pass = num_steps > 1 or use_reference  # else the only forward pass of the update gives the old log-probs
+    # With a single step and no reference, the forward pass of the update gives the old log-probs.
+    on_policy = num_steps == 1 and not use_reference and args.old_logprobs == "recompute"
+    need_old_pass = not on_policy and args.old_logprobs != "rollout"
 
     with errors_agreed(accelerator), blamed_on(f"the run folder {run_dir} cannot be written"):
         if accelerator.is_main_process:
@@ -970,15 +1147,20 @@ def main(args: Args):
             record = asdict(args) | {"num_processes": world_size, "versions": versions}
             (run_dir / "args.json").write_text(json.dumps(record, indent=1) + "\n")
     accelerator.project_configuration.logging_dir = str(run_dir)
-    accelerator.init_trackers("tensorboard")
+    wandb = {"name": run_dir.name, "dir": str(run_dir), "config": asdict(args)}
+    accelerator.init_trackers("tensorboard" if args.track == "tensorboard" else script.stem, None, {"wandb": wandb})
 
     actor_size = sum(p.numel() for p in policy.parameters())
-    gib = (16 + 4 * use_reference) * actor_size / 2**30
+    num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    gib = (4 * actor_size * (2 if use_reference and not lora else 1) + 12 * num_trained) / 2**30
     say(f"{script.name}: {world_size} process(es) on {device.type}, {'bfloat16 autocast' if bf16 else 'float32'}")
     say(f"  actor      {args.model}: {actor_size:,} parameters, EOS ids {eos_ids or 'none, responses never end'}")
-    say(f"  reference  {'frozen copy of the actor' if use_reference else 'none, both KL coefficients are 0'}")
-    say(f"  memory     {gib:.2f} GiB of model state per device: 16 bytes per trained, 4 per frozen parameter")
-    say(f"  train      {train_summary}\n  eval       {eval_summary}\n  reward     {args.reward}")
+    kind = f"the actor with {'the adapter it began with' if adapter else 'its adapter switched off'}"
+    kind = kind if lora else "frozen copy of the actor"
+    say(f"  reference  {kind if use_reference else 'none, both KL coefficients are 0'}")
+    say(f"  memory     {gib:.2f} GiB of model state per device: 16 bytes for each of {num_trained:,} trained", end="")
+    say(f" parameters{f' (LoRA, rank {lora.r})' if lora else ''}, 4 for a frozen one")
+    say(f"  train      {train_summary}\n  eval       {eval_summary}\n  reward     {args.reward_model or args.reward}")
     say(f"  batch      {args.batch_size} prompts x {args.group_size} = {num_responses} responses per iteration")
     say(f"  loss       {args.estimator}, {args.loss_agg}, {args.importance_level} ratio, ", end="")
     say(f"clip -{args.clip_low} +{args.clip_high}, dynamic sampling {'on' if args.dynamic_sampling else 'off'}")
@@ -986,7 +1168,7 @@ def main(args: Args):
     say(f" x {args.ppo_epochs} epoch(s) = {num_steps} optimizer steps per iteration")
     if num_steps == 1:
         say("  note       one minibatch, one epoch: the ratio is always 1 and clipping cannot fire")
-    if args.top_p < 1 or args.top_k > 0:
+    if (args.top_p < 1 or args.top_k > 0) and args.old_logprobs == "recompute":
         say("  warning    top-p/top-k truncate what is sampled but not the log-probs: the ratio is biased")
     if args.kl_reward_coef > 0 and args.estimator == "grpo":
         say("  warning    grpo divides by the group's std: where scores tie, the KL in the reward decides, however")
@@ -1079,12 +1261,18 @@ def main(args: Args):
                 # Responses and tokens of every optimizer step, over all ranks: the denominators of the losses.
                 step_sequences = [len(share) * world_size for share in shares]
                 step_tokens = all_reduce(torch.stack([lengths[share].sum() for share in shares])).tolist()
-                old_logprobs = torch.zeros_like(rollout_logprobs)  # (B,T)
+                old_logprobs = rollout_logprobs  # (B,T)
                 if need_old_pass:
                     old_logprobs = forward_all(policy, minibatches, response_mask, args.temperature)
                 ref_logprobs = old_logprobs  # without a reference every KL is 0
                 if use_reference:
-                    ref_logprobs = forward_all(reference, minibatches, response_mask, args.temperature)
+                    with as_it_began(accelerator.unwrap_model(reference).model):
+                        ref_logprobs = forward_all(reference, minibatches, response_mask, args.temperature)
+                if args.old_logprobs == "corrected":
+                    correction = rollout_logprobs, response_mask, args.is_level, args.is_cap
+                    weights = rollout_weights(old_logprobs, *correction)  # (B,T)
+                    moments.add("rollout/weight_mean", weights, response_mask)
+                    moments.add("squared weights", weights.square(), response_mask)
 
             # 5. Token rewards, and one advantage for all tokens of a response.
             with phase("advantages"):
@@ -1104,7 +1292,7 @@ def main(args: Args):
             # 6. Actor update.
             ratio_max = torch.zeros((), device=device)
             with phase("actor"):
-                for k in steps:
+                for number, k in enumerate(steps):
                     step_loss, step_kl = torch.zeros(2, device=device)
                     for i, mb in enumerate(minibatches[k]):
                         mb_mask, mb_advantages = response_mask[mb.at], advantages[mb.at]  # (b,t)
@@ -1112,12 +1300,14 @@ def main(args: Args):
                         with nullcontext() if last else accelerator.no_sync(policy):
                             mb_logprobs, mb_entropy = policy(*mb.inputs, args.temperature)
                             mb_logprobs, mb_entropy = (torch.where(mb_mask, x, 0) for x in (mb_logprobs, mb_entropy))
-                            mb_old_logprobs = old_logprobs[mb.at] if need_old_pass else mb_logprobs.detach()
+                            mb_old_logprobs = mb_logprobs.detach() if on_policy else old_logprobs[mb.at]
                             mb_ratio_logprobs = mb_logprobs
                             if args.importance_level == "sequence":
                                 mb_ratio_logprobs = sequence_level(mb_logprobs, mb_old_logprobs, mb_mask)
                             clips = args.clip_low, args.clip_high, args.dual_clip
                             mb_losses = policy_loss(mb_ratio_logprobs, mb_old_logprobs, mb_advantages, *clips)
+                            if args.old_logprobs == "corrected":
+                                mb_losses = mb_losses * weights[mb.at]
                             if args.entropy_coef > 0:
                                 mb_losses = mb_losses - args.entropy_coef * mb_entropy
                             if args.kl_loss_coef > 0:
@@ -1140,6 +1330,9 @@ def main(args: Args):
                             moments.add("actor/approx_kl", approx_kl, mb_mask)
                             moments.add("actor/ratio_mean", ratio, mb_mask)
                             moments.add("actor/entropy", mb_entropy, mb_mask)
+                            if number == 0 and not need_old_pass:  # nothing has moved: sampler against training
+                                gap = (mb_logprobs - rollout_logprobs[mb.at]).abs()
+                                moments.add("rollout/logprob_diff", gap, mb_mask)
                             if args.dual_clip is not None:
                                 moments.add("actor/clipfrac_dual", bad & (ratio > args.dual_clip), mb_mask)
                     # Decided on the KL of all ranks together: one rank stopping alone would leave the others waiting.
@@ -1162,6 +1355,8 @@ def main(args: Args):
             if need_old_pass:  # sampling and training should agree; precision and kernels make them differ
                 moments.add("rollout/logprob_diff", (old_logprobs - rollout_logprobs).abs(), response_mask)
             means, stds = moments.reduce()
+            if args.old_logprobs == "corrected":  # share of the tokens that as many equal weights would amount to
+                metrics["rollout/ess"] = means["rollout/weight_mean"] ** 2 / means["squared weights"]
             metrics |= {name: mean for name, mean in means.items() if "/" in name}
             metrics |= {f"{name}/std": stds[f"{name}/mean"] for name in ("reward", "advantage")}
             metrics["actor/lr"] = args.lr * factor
@@ -1216,6 +1411,8 @@ def main(args: Args):
         save_models(run_dir / "final", {".": policy}, tokenizer, accelerator)
         say(f"saved {run_dir}/final{' and best' if eval_rows else ''}: transformers folders")
         say(f"  load  AutoModelForCausalLM.from_pretrained('{run_dir}/final')")
+        command = ["python", *sys.argv, "--model", f"{run_dir}/final", "--total-iterations", "0", "--run-name", "score"]
+        say(f"  score {shlex.join(command)}")
         say(f"  plot  python benchmarks/plot.py {run_dir}")
     accelerator.end_training()
     return run_dir

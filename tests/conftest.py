@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
@@ -86,10 +86,8 @@ def make_tokenizer(pad="<pad>", eos="<eos>"):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token=pad)
 
 
-def make_model(folder, arch="llama", seed=0, pad="<pad>", dropout=0.0, **config):
+def make_model(folder, arch="llama", seed=0, pad="<pad>", dropout=0.0, auto_class=AutoModelForCausalLM, **config):
     """A random two-layer model with its tokenizer in `folder`, sharp enough that its tokens differ in probability."""
-    from transformers import AutoModelForCausalLM
-
     tokenizer = make_tokenizer(pad)
     ids = {
         "vocab_size": len(tokenizer),
@@ -106,7 +104,7 @@ def make_model(folder, arch="llama", seed=0, pad="<pad>", dropout=0.0, **config)
         drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
         cfg = GPT2Config(**ids | sizes | drops | config)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(cfg)
+    model = auto_class.from_config(cfg)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -30,6 +30,8 @@ def parity():
     record("sgd", **sizes)
     record("adam", **sizes, **adam)
     record("sampled", **sizes, **sampled)
+    record("lora", **sizes, lora_rank=4)
+    record("reward model", **sizes, **sampled, reward_model=str(FOLDER / "classifier"))
     if IS_SHARDED:
         record("sharded rollout", **sizes, **sampled, rollout_params="sharded")
         record("offload", **sizes, offload=True)

@@ -1,8 +1,10 @@
 """Bad input ends in one sentence that names the flag, file or row and how to mend it, and leaves no run folder."""
 
+import json
 import re
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -16,8 +18,8 @@ from transformers import (
 )
 
 SIZES = "max_prompt_length max_response_length batch_size group_size ppo_epochs minibatch_size microbatch_tokens"
-POSITIVE = f"{SIZES} temperature max_grad_norm kl_target kl_horizon target_kl top_p"
-NOT_NEGATIVE = "total_iterations top_k lr warmup_iterations weight_decay clip_low"
+POSITIVE = f"{SIZES} is_cap temperature max_grad_norm kl_target kl_horizon target_kl top_p"
+NOT_NEGATIVE = "lora_rank total_iterations top_k lr warmup_iterations weight_decay clip_low"
 NOT_NEGATIVE += " seed clip_high missing_eos_penalty entropy_coef kl_reward_coef kl_loss_coef eval_every"
 
 
@@ -253,7 +255,65 @@ def test_reward_that_needs_answers(refusal, tmp_path, reward):
 
 
 def test_every_prompt_too_long(refusal, toy_data):
-    says(refusal(max_prompt_length=5), toy_data, "--max-prompt-length 5", "the shortest 13")
+    says(refusal(max_prompt_length=5), toy_data, "--max-prompt-length 5", "the shortest has 13 tokens")
+
+
+def chat(*roles):
+    return [{"role": role, "content": "what is it?"} for role in roles]
+
+
+BAD_ROWS = {  # what is wrong: (the second of three rows, what the message says)
+    "nothing": (None, ["row 2", "column prompt should hold text or a chat", "None"]),
+    "number": ({"prompt": 7, "answer": "1"}, ["row 2", "should hold text or a chat", "7"]),
+    "empty chat": ({"prompt": [], "answer": "1"}, ["row 2", "should hold text or a chat", "[]"]),
+    "unknown role": ({"prompt": chat("wizard"), "answer": "1"}, ["row 2", "system", "user", "wizard"]),
+    "no role": ({"prompt": [{"content": "x"}], "answer": "1"}, ["row 2", "has a role"]),
+    "list of texts": ({"prompt": ["x"], "answer": "1"}, ["row 2", "has a role", "not x"]),
+    "content in parts": (
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "answer": "1"},
+        ["row 2", "text as its content"],
+    ),
+    "answered": (
+        {"prompt": chat("user", "assistant"), "answer": "1"},
+        ["row 2", "end with the message to be answered"],
+    ),
+    "no answer": ({"prompt": chat("user")}, ["row 2", "needs an answer", "--answer-column"]),
+    "other type of answer": ({"prompt": chat("user"), "answer": ["1"]}, ["row 2", "list", "['1']", "str before it"]),
+}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+@pytest.mark.parametrize("what", BAD_ROWS)
+def test_bad_rows(refusal, tmp_path, what, ending):
+    row, parts = BAD_ROWS[what]
+    good, path = {"prompt": chat("user"), "answer": "x"}, tmp_path / f"rows.{ending}"
+    lines = [json.dumps(x) for x in (good, row, good)]
+    path.write_text("\n".join(lines) if ending == "jsonl" else f"[{','.join(lines)}]")
+    says(refusal(dataset=str(path), reward="exact", chat_template="none"), path, *parts)
+
+
+def test_bad_parquet_files(refusal, tmp_path):
+    table = datasets.Dataset.from_list([{"text": "a", "label": 1}])
+    table.to_parquet(tmp_path / "columns.parquet")
+    says(refusal(dataset=str(tmp_path / "columns.parquet")), "columns.parquet has no column question, prompt or chosen")
+    says(refusal(dataset=str(tmp_path / "columns.parquet")), "it has text, label")
+    good = tmp_path / "columns.parquet"
+    (tmp_path / "cut.parquet").write_bytes(good.read_bytes()[:-60])
+    says(refusal(dataset=str(tmp_path / "cut.parquet")), tmp_path / "cut.parquet", "arquet")
+    says(refusal(eval_dataset=str(tmp_path / "cut.parquet")), tmp_path / "cut.parquet")
+
+
+def test_chat_template_that_is_no_file(refusal, tmp_path):
+    says(refusal(chat_template=str(tmp_path / "no.jinja")), f"--chat-template {tmp_path / 'no.jinja'}", "none")
+
+
+def test_a_prompt_too_long_is_named_when_asked_for(refusal, toy_data):
+    says(refusal(max_prompt_length=15, overlong_prompts="error"), f"{toy_data} row ", "--max-prompt-length 15")
+
+
+def test_wandb_that_is_not_installed(algo, refusal, monkeypatch):
+    monkeypatch.setattr(algo, "find_spec", lambda name: None)
+    says(refusal(track="wandb"), "--track wandb", "pip install wandb")
 
 
 # --- reward ----------------------------------------------------------------------------------------------------------
@@ -320,6 +380,20 @@ def test_missing_model(refusal, tmp_path):
 @only_ppo
 def test_missing_critic(refusal, tmp_path):
     says(refusal(critic_model=str(tmp_path / "nowhere")), f"--critic-model {tmp_path / 'nowhere'}")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_knows(refusal, tmp_path):
+    model = make_model(tmp_path / "model")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(model)
+    says(refusal(model=model), "--model: it knows 47 tokens", "tokenizer", "has 48")
+
+
+@only_ppo
+def test_a_critic_that_knows_fewer_tokens(refusal, tmp_path):
+    critic = make_model(tmp_path / "critic", vocab_size=40)
+    says(refusal(critic_model=critic), "--critic-model: it knows 40 tokens", "tokenizer of --model has 47")
 
 
 def save_bert(folder, cls):

@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import io
+import json
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from conftest import (
     write_rows,
 )
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 # Every value that a case looks at is set here, so that the defaults of the script may change.
 BASE = {"minibatch_size": 4, "ppo_epochs": 2, "total_iterations": 2, "eval_every": 0}
@@ -75,7 +76,14 @@ def paths(tmp_path_factory, tiny_model, toy_data, toy_reward):
         columns=write_rows(folder / "columns.jsonl", columns),
         reward=toy_reward,
         reward_odd=f"{folder / 'odd.py'}:odd",
+        chat_template=write_text(folder / "chat.jinja", "{% for m in messages %}#{{ m.content }}{% endfor %}"),
+        reward_model=make_model(folder / "reward", auto_class=AutoModelForSequenceClassification, num_labels=1),
     )
+
+
+def write_text(path, text):
+    path.write_text(text)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +122,7 @@ def execute(algo, paths, cache):
         result.has_critic = has_critic(algo)
         result.forwards, result.checkpointing, result.rows = forwards, len(checkpointing), last.get("step", [])
         result.eval_rows = last.get("eval", [])
-        if (run_dir / "final").exists():
+        if (run_dir / "final" / "model.safetensors").exists():
             result.model = load_file(run_dir / "final" / "model.safetensors")
             result.critic = load_file(run_dir / "final" / "critic" / "model.safetensors") if has_critic(algo) else {}
         cache[key] = result
@@ -164,6 +172,7 @@ ONE_STEP = {"minibatch_size": 8, "ppo_epochs": 1, "total_iterations": 1}
 
 # Field: (changed value, what must hold of the base run a and the changed run b[, changes that both runs have]).
 # A value that is a function is given `paths`.
+CORRECTED = {"old_logprobs": "corrected", "top_p": 0.7}
 SHARED_CASES = {
     "model": (lambda p: p.other_model, lambda a, b: a["eval/score"][0] != b["eval/score"][0] and a.distance(b) > 1),
     "dtype": (
@@ -328,6 +337,56 @@ SHARED_CASES = {
         lambda a, b: learns_differently(a, b) and b["kl/mean"][0] == 0 != b["kl/mean"][1] and not a["kl/mean"],
     ),
     "kl_loss_kind": ("abs", lambda a, b: learns_differently(a, b), KL_LOSS),
+    "lora_rank": (
+        4,
+        lambda a, b: (
+            not (a.folder / "final" / "adapter_config.json").exists()
+            and json.loads((b.folder / "final" / "adapter_config.json").read_text())["r"] == 4
+            and not (b.folder / "final" / "model.safetensors").exists()
+            and same_start(a, b)
+        ),
+    ),
+    "chat_template": (
+        lambda p: p.chat_template,
+        lambda a, b: all(r["query"][0] != "#" for r in a.rows) and all(r["query"][0] == "#" for r in b.rows),
+    ),
+    "overlong_prompts": (
+        "truncate",
+        lambda a, b: (
+            "17 rows, 7 too long left out" in a.output
+            and "24 rows, 7 too long truncated" in b.output
+            and {r["query"][:7] == "what is" for r in a.rows + a.eval_rows} == {True}
+            and {r["query"][:7] == "what is" for r in b.rows + b.eval_rows} == {True, False}
+        ),
+        {"max_prompt_length": 17},
+    ),
+    "reward_model": (
+        lambda p: p.reward_model,
+        lambda a, b: a["reward/mean"][0] != b["reward/mean"][0] and "reward     /" in b.output and "flags" in b.output,
+    ),
+    "old_logprobs": (
+        "rollout",
+        lambda a, b: (
+            sum(b.forwards) < 0.8 * sum(a.forwards)
+            and a["rollout/logprob_diff"][0] < 1e-5
+            and b["rollout/logprob_diff"][0] < 1e-5
+            and a.distance(b) < 1e-2
+        ),
+    ),
+    "is_level": (
+        "sequence",
+        lambda a, b: same_start(a, b) and b["rollout/weight_mean"][0] < 0.5 * a["rollout/weight_mean"][0],
+        CORRECTED,
+    ),
+    "is_cap": (
+        0.5,
+        lambda a, b: same_start(a, b) and b["rollout/weight_mean"][0] <= 0.5 < a["rollout/weight_mean"][0],
+        CORRECTED,
+    ),
+    "track": (
+        "none",
+        lambda a, b: any(a.folder.rglob("*tfevents*")) and not any(b.folder.rglob("*tfevents*")) and a.distance(b) == 0,
+    ),
     "output_dir": (lambda p: str(p.folder / "elsewhere"), lambda a, b: b.folder.parent.name == "elsewhere"),
     "run_name": ("my run", lambda a, b: b.folder.name == "my run" and b.folder.parent == a.folder.parent),
     "seed": (
@@ -453,7 +512,7 @@ FSDP_CASES = {
         "sharded",
         lambda a, b: "rollout    gathered" in a.output and "rollout    sharded" in b.output and a.distance(b) == 0,
     ),
-    "shard_group_size": (1, lambda a, b: "parameter, over 1\n" in b.output and a.distance(b) == 0),
+    "shard_group_size": (1, lambda a, b: "frozen one, over 1\n" in b.output and a.distance(b) == 0),
     "offload": (
         True,
         lambda a, b: "(host memory)" not in a.output and "(host memory)" in b.output and a.distance(b) == 0,

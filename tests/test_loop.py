@@ -2,6 +2,9 @@
 
 import csv
 import json
+import math
+import sys
+import time
 from collections import Counter
 
 import datasets
@@ -525,3 +528,95 @@ def test_ids_go_unchanged_from_sampling_to_training(algo, toy_run, spy, monkeypa
         seen |= {int(i): ids[j][attention[j].bool()].tolist() for j, i in enumerate(mb.at[0])}
     expected = [queries[i][query_mask[i]].tolist() + responses[i][mask[i]].tolist() for i in range(8)]
     assert [seen[i] for i in range(8)] == expected
+
+
+# --- trackers --------------------------------------------------------------------------------------------------------
+
+
+def test_wandb_offline_gets_the_metrics(algo, toy_run, monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run_dir, _ = toy_run(track="wandb", run_name="mine")
+    (folder,) = (run_dir / "wandb").glob("offline-run-*")
+    (file,) = folder.glob("*.wandb")
+    deadline = time.time() + 20  # wandb's own process writes it
+    while b"minibatch_size" not in (content := file.read_bytes()) and time.time() < deadline:
+        time.sleep(0.1)
+    assert b"reward/mean" in content and b"clean-llm-rl" not in content and algo.__name__.encode() in content
+    assert b"minibatch_size" in content and b"mine" in content  # the flags, the name
+    assert not any(run_dir.rglob("*tfevents*"))
+
+
+def test_wandb_is_not_imported_unless_asked_for(algo, toy_run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
+    run_dir, _ = toy_run()
+    assert any(run_dir.rglob("*tfevents*"))
+
+
+# --- old log-probs ---------------------------------------------------------------------------------------------------
+
+GAP = 0.3  # the sampler says that every token was this much less likely than the forward pass does
+
+
+@pytest.fixture
+def biased_sampler(algo, monkeypatch):
+    real = algo.generate
+
+    def generate(*args, **kwargs):
+        responses, logprobs = real(*args, **kwargs)
+        return responses, logprobs - GAP
+
+    monkeypatch.setattr(algo, "generate", generate)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+@pytest.mark.parametrize("mode", ["recompute", "rollout", "corrected"])
+def test_what_the_ratio_is_to(algo, toy_run, spy, biased_sampler, mode, num_steps):
+    """An unchanged policy (lr 0): its ratio is 1, or e^.3 when the sampler is the anchor; e^.3 weighs it."""
+    passes = spy(algo, "forward_all")
+    rates = {"lr": 0.0, "critic_lr": 0.0} if has_critic(algo) else {"lr": 0.0}
+    flags = rates | {"kl_reward_coef": 0.0, "kl_loss_coef": 0.0, "clip_high": 10.0, "total_iterations": 1}
+    _, (_, metrics) = toy_run(old_logprobs=mode, minibatch_size=8 // num_steps, **flags)
+    assert metrics["rollout/logprob_diff"] == pytest.approx(GAP, abs=1e-5) or (mode, num_steps) == ("recompute", 1)
+    expected = math.exp(GAP) if mode == "rollout" else 1.0
+    assert metrics["actor/ratio_mean"] == pytest.approx(expected, abs=1e-5)
+    if mode != "rollout":
+        assert metrics["actor/ratio_max"] == 1 and metrics["actor/clipfrac"] == 0
+    of_policy = [args for args, _ in passes if len(args) == 4]
+    assert len(of_policy) == {"recompute": num_steps > 1, "rollout": 0, "corrected": 1}[mode]
+    if mode == "corrected":
+        assert metrics["rollout/weight_mean"] == pytest.approx(math.exp(GAP), rel=1e-5)
+        assert metrics["rollout/ess"] == pytest.approx(1.0, abs=1e-6)  # equal weights lose nothing
+    else:
+        assert not {"rollout/weight_mean", "rollout/ess"} & metrics.keys()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_multiply_the_loss(algo, toy_run, biased_sampler, level):
+    """Every token's loss by e^.3, or by e^(.3 * length) up to the cap: gradients of the whole batch follow."""
+    rates = {"lr": 0.0, "critic_lr": 0.0} if has_critic(algo) else {"lr": 0.0}
+    flags = rates | {"kl_reward_coef": 0.0, "kl_loss_coef": 0.0, "total_iterations": 1, "max_grad_norm": 1e9}
+    _, (_, plain) = toy_run(**flags)
+    _, (_, metrics) = toy_run(old_logprobs="corrected", is_level=level, is_cap=1.3, **flags)
+    weight = min(1.3, math.exp(GAP))  # responses have a token at least, and e^.3 is above the cap
+    assert metrics["actor/grad_norm"] == pytest.approx(weight * plain["actor/grad_norm"], rel=1e-4)
+    assert metrics["rollout/weight_mean"] == pytest.approx(weight)
+
+
+def test_the_effective_sample_size_falls_with_unequal_weights(algo, toy_run):
+    """(sum w)^2 / (n * sum w^2) over the tokens, from the weights themselves."""
+    found = []
+    real = algo.rollout_weights
+
+    def record(*args):
+        found.append((real(*args), args[2]))
+        return found[-1][0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(algo, "rollout_weights", record)
+        one = {"total_iterations": 1}
+        _, metrics = toy_run(old_logprobs="corrected", is_level="sequence", is_cap=9.0, top_p=0.3, **one)
+    weights = found[0][0][found[0][1]].double()
+    expected = weights.sum() ** 2 / (len(weights) * weights.square().sum())
+    assert metrics[1]["rollout/ess"] == pytest.approx(expected.item(), abs=1e-6) and expected < 0.99

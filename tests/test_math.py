@@ -479,3 +479,43 @@ def test_reward_functions(algo):
     assert algo.gsm8k([""] * 7, responses, answers) == [1, 1, 0, 0, 0, 1, 0]
     exact = algo.exact([""] * 5, [" yes\n", "Yes", "", "5", "yes no"], ["yes", "yes", "yes", 5, "yes"])
     assert exact == [1, 0, 0, 1, 0] and all(isinstance(score, float) for score in exact)
+
+
+# --- importance weights ----------------------------------------------------------------------------------------------
+
+GAPS = torch.tensor([[0.5, -0.5, 1.5, 9.0], [-3.0, 0.1, 0.0, 0.0]])
+VALID = torch.tensor([[True, True, True, False], [True] * 4])
+
+
+def test_rollout_weights(algo):
+    """Worked by hand: e^.5, e^-.5, e^1.5 cut at 2; e^-3, e^.1, 1, 1. Sequences: e^1.5 cut at 2; e^-2.9."""
+    rollout = torch.tensor([[-1.0, -2.0, -3.0, float("nan")], [-1.0, -2.0, -3.0, -4.0]])
+    old = rollout + GAPS
+    found = algo.rollout_weights(old, rollout, VALID, "token", 2.0)
+    expected = torch.tensor([[1.6487, 0.6065, 2.0, 0.0], [0.0498, 1.1052, 1.0, 1.0]])
+    assert torch.allclose(found, expected, atol=1e-4)
+    found = algo.rollout_weights(old, rollout, VALID, "sequence", 2.0)
+    assert torch.allclose(found, torch.tensor([[2.0, 2, 2, 0], [0.055023] * 4]), atol=1e-5)
+    assert algo.rollout_weights(old, rollout, VALID, "token", 10.0)[0, 2] == pytest.approx(math.exp(1.5))
+    with pytest.raises(ValueError, match="unknown level"):
+        algo.rollout_weights(old, rollout, VALID, "batch", 2.0)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rollout_weights_are_finite_and_carry_no_gradient(algo, level):
+    old = torch.tensor([[-1.0, 200.0], [-300.0, 0.0]], requires_grad=True)
+    found = algo.rollout_weights(old, torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), level, 1e12)
+    assert found.isfinite().all() and not found.requires_grad and (found > 0).all()
+    assert found.max() == pytest.approx(math.exp(20))
+    one = algo.rollout_weights(old, old.detach(), torch.ones(2, 2, dtype=torch.bool), level, 2.0)
+    assert torch.equal(one, torch.ones(2, 2))
+
+
+def test_truncated_weights_remove_the_bias_of_another_sampler(algo):
+    """Exact expectation over three tokens: sum_a q(a) * min(p/q, cap) * x(a) is that under p while no weight is cut."""
+    p, q, x = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.3, 0.3, 0.4]]), torch.tensor([[1.0, 5.0, -2.0]])
+    weights = algo.rollout_weights(p.log(), q.log(), torch.ones(1, 3, dtype=torch.bool), "token", 2.0)
+    assert (q * weights * x).sum() == pytest.approx((p * x).sum().item(), abs=1e-6)
+    assert (q * x).sum() != pytest.approx((p * x).sum().item(), abs=0.1)
+    capped = algo.rollout_weights(p.log(), q.log(), torch.ones(1, 3, dtype=torch.bool), "token", 1.2)
+    assert capped[0].tolist() == pytest.approx([1.2, 1.0, 0.5])

@@ -21,8 +21,8 @@ import tyro
 from conftest import ROOT, load_script
 
 TINY = ROOT / "benchmarks" / "tiny"
-CEILINGS = {"ppo_llm": 850, "grpo_llm": 850, "ppo_llm_fsdp": 950}  # code lines
-ALL_LINES = {"ppo_llm": 1250, "grpo_llm": 1250, "ppo_llm_fsdp": 1400}
+CEILINGS = {"ppo_llm": 1000, "grpo_llm": 1000, "ppo_llm_fsdp": 1120}  # code lines
+ALL_LINES = {"ppo_llm": 1450, "grpo_llm": 1450, "ppo_llm_fsdp": 1600}
 # Code lines that one has and the other has not.
 DIFF_CEILINGS = {("ppo_llm", "grpo_llm"): 450, ("ppo_llm", "ppo_llm_fsdp"): 330}
 # What may differ between scripts under one name, and why. Everything else is one text.
@@ -124,7 +124,7 @@ def test_the_diff_in_the_notes_is_up_to_date(pair):
 
 @pytest.mark.parametrize("script", CEILINGS)
 def test_scripts_import_no_local_module_and_do_nothing_when_imported(script, tmp_path):
-    known = ["accelerate", "datasets", "torch", "transformers", "tyro"]
+    known = ["accelerate", "datasets", "peft", "safetensors", "torch", "transformers", "tyro"]
     tree = ast.parse((ROOT / f"{script}.py").read_text())
     names = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     names |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}

@@ -11,12 +11,30 @@ def test_every_gold_solution_of_gsm8k_scores_one(algo, data_dir, split, size):
     """Raw GSM8K, loaded as `main` loads it: the gold solutions, given as responses, all score 1.0."""
     args = algo.Args(max_prompt_length=10_000, prompt_template="{prompt}\\nAnswer:")
     rows, summary = algo.load_prompts(str(data_dir / "gsm8k" / f"{split}.jsonl"), split, args, make_tokenizer())
-    assert len(rows) == size and f"GSM8K raw): {size} rows, 0 too long" in summary
+    assert len(rows) == size and f"GSM8K raw, text): {size} rows, 0 too long" in summary
     assert rows[0]["prompt"].endswith("\nAnswer:")
     scores = algo.compute_scores(algo.gsm8k, rows, [row["answer"] for row in rows])
     assert scores == [1.0] * size
     # A neighbour's solution is right only when its number happens to be the same.
     shifted = algo.compute_scores(algo.gsm8k, rows, [row["answer"] for row in rows[1:] + rows[:1]])
+    assert sum(shifted) < 0.05 * size
+
+
+@pytest.mark.parametrize("split, size", [("train", 7473), ("test", 1319)])
+def test_every_gold_solution_scores_one_in_the_form_of_verl(algo, data_dir, split, size):
+    """Chat prompts through a chat template; the gold solution stands in extra_info, the number in reward_model."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    args = algo.Args(max_prompt_length=10_000)
+    rows, summary = algo.load_prompts(str(data_dir / "gsm8k_verl" / f"{split}.parquet"), split, args, tokenizer)
+    assert len(rows) == size and f"(verl, chat, chat template): {size} rows, 0 too long" in summary
+    raw = [json.loads(line) for line in (data_dir / "gsm8k" / f"{split}.jsonl").read_text().splitlines()]
+    assert all(row["prompt"].startswith("<user>" + line["question"]) for row, line in zip(rows, raw))
+    assert all(row["prompt"].endswith("<assistant>") for row in rows)
+    gold = [row["columns"]["extra_info"]["answer"] for row in rows]
+    assert gold == [line["answer"] for line in raw]
+    assert algo.compute_scores(algo.gsm8k, rows, gold) == [1.0] * size
+    shifted = algo.compute_scores(algo.gsm8k, rows, gold[1:] + gold[:1])
     assert sum(shifted) < 0.05 * size
 
 

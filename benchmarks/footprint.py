@@ -1,0 +1,136 @@
+"""What a run needs: LoRA against full fine-tuning, and each script on a model of the shape of Qwen2.5-0.5B.
+
+    python benchmarks/footprint.py lora          50.8M random parameters, two iterations of each script in both ways
+    python benchmarks/footprint.py qwen          Qwen2.5-0.5B's shape, random weights: needs 24 GiB of memory
+
+Runs without a GPU. Memory is the largest resident size of a process (VmHWM); nothing is saved. The tables go to
+benchmarks/results/footprint/.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import learning
+
+ROOT = learning.ROOT
+SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
+QWEN = {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+QWEN |= {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
+WIDE = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 10}
+WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True}
+
+# One process of a run: like the script itself, but nothing is saved and the numbers are printed at the end.
+WORKER = """
+import json, os, sys
+sys.path.insert(0, {root!r})
+import torch, tyro
+from torch.optim.optimizer import register_optimizer_step_post_hook
+import {script} as algo
+algo.save_models = lambda *args: None
+state = {{}}
+
+def measure(optimizer, *_):
+    tensors = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    tensors += [p.grad for p in tensors] + [x for s in optimizer.state.values() for x in s.values() if x.dim()]
+    tensors = [getattr(x, "_local_tensor", x) for x in tensors]
+    state[id(optimizer)] = sum(x.nbytes for x in tensors)
+
+register_optimizer_step_post_hook(measure)
+run_dir = algo.main(tyro.cli(algo.Args))
+(line,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+rank = os.environ.get("RANK", "0")
+seconds = [json.loads(line).get("time/iteration") for line in open(run_dir / "metrics.jsonl")][-1]
+result = {{"peak": 1024 * int(line.split()[1]), "trained": sum(state.values()), "seconds": seconds}}
+open({folder!r} + "/" + rank + ".json", "w").write(json.dumps(result))
+"""
+
+
+def make_model(folder, shape):
+    """Random weights, in bfloat16 on the disk, with the tokenizer of the embedded model."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "benchmarks" / "tiny" / "model")
+    torch.manual_seed(0)
+    config = Qwen2Config(**shape, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def measure(script, model, processes, flags):
+    """[{peak, trained, seconds} of every process] of two iterations."""
+    with tempfile.TemporaryDirectory() as folder:
+        worker = Path(folder) / "worker.py"
+        worker.write_text(WORKER.format(root=str(ROOT), script=script, folder=folder))
+        launch = f"--multi_gpu --num_processes {processes}" if processes > 1 else "--num_processes 1"
+        command = [
+            str(Path(sys.executable).with_name("accelerate")),
+            "launch",
+            *launch.split(),
+            *learning.LAUNCH.split(),
+        ]
+        command += ["--main_process_port", "0", str(worker), "--model", str(model), "--output-dir", f"{folder}/runs"]
+        command += ["--eval-dataset", f"{folder}/eval.jsonl", *flags.split()]
+        first = (ROOT / "benchmarks" / "tiny" / "test.jsonl").read_text().splitlines()[0]
+        (Path(folder) / "eval.jsonl").write_text(first + "\n")
+        # What is freed goes back to the system at once, so that the peak is what was needed at one time.
+        env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+        subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+def table(header, lines):
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *lines]) + "\n"
+
+
+def compare_lora(model):
+    make_model(model, WIDE)
+    flags = (
+        "--total-iterations 2 --eval-every 0 --batch-size 8 --minibatch-size 8 --max-response-length 16 --group-size"
+    )
+    lines = []
+    for script in SCRIPTS:
+        sizes = f"{flags} {8 if script == 'grpo_llm' else 1} --microbatch-tokens 256"
+        sizes += " --kl-reward-coef 0.001"
+        (full,), (lora,) = (measure(script, model, 1, f"{sizes} {extra}") for extra in ("", "--lora-rank 8"))
+        cells = [f"{x / 2**20:,.0f} MiB" for x in (full["trained"], lora["trained"], full["peak"], lora["peak"])]
+        ratios = f"{lora['trained'] / full['trained']:.3f}", f"{lora['peak'] / full['peak']:.2f}"
+        lines.append([f"{script}.py", *cells[:2], ratios[0], *cells[2:], ratios[1]])
+        print(lines[-1], flush=True)
+    return table(["", "trained state, full", "LoRA", "ratio", "peak, full", "LoRA", "ratio"], lines)
+
+
+def run_qwen(model):
+    make_model(model, QWEN)
+    flags = "--total-iterations 2 --eval-every 0 --max-response-length 32 --gradient-checkpointing"
+    lines = []
+    for script, processes, extra in [*((s, 1, "") for s in SCRIPTS), ("ppo_llm_fsdp", 2, "--rollout-params sharded")]:
+        group = 4 if script == "grpo_llm" else 1
+        sizes = f"--batch-size {4 // group} --group-size {group} --minibatch-size 4 --kl-reward-coef 0.001"
+        found = measure(script, model, processes, f"{flags} {sizes} {extra}")
+        peaks = [x["peak"] / 2**30 for x in found]
+        cells = [f"{script}.py {extra}", str(processes), " + ".join(f"{peak:.1f}" for peak in peaks)]
+        lines.append([*cells, f"{sum(peaks):.1f}", f"{found[0]['seconds']:.0f}"])
+        print(lines[-1], flush=True)
+    return table(["", "processes", "peak of each, GiB", "sum, GiB", "seconds per iteration"], lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["lora", "qwen"])
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = {"lora": compare_lora, "qwen": run_qwen}[args.what](Path(folder) / "model")
+    path = ROOT / "benchmarks" / "results" / "footprint" / f"{args.what}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(result)
+    print(result)
+
+
+if __name__ == "__main__":
+    main()
