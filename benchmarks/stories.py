@@ -1,0 +1,127 @@
+"""A real pretrained model learns to write sadder stories: with the KL held at a target, and without, which collapses.
+
+    LLM_RL_DATA=folder VADER_LEXICON=folder/vader/vader_lexicon.txt python benchmarks/stories.py [--seeds 1 2 3]
+
+The folder holds stories260K/ (a TinyStories model of 0.29M parameters: karpathy's tinyllamas in transformers' format)
+and story_prompts/story_{train,test}.parquet (openings, column prompt_text). The reward is benchmarks/rewards.py:sad.
+Each run is one launch on two processes. benchmarks/results/stories/ gets the metrics of every run, a figure, a table and
+stories of one run before and after, chosen by position: the first ten of the test openings.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import learning
+import plot
+
+ROOT, RESULTS = learning.ROOT, learning.ROOT / "benchmarks" / "results" / "stories"
+SHARED = "--max-response-length 96 --minibatch-size 32 --eval-every 10 --prompt-column prompt_text"
+PPO = f"ppo_llm.py {SHARED} --batch-size 128 --critic-lr 1e-3"
+GRPO = f"grpo_llm.py {SHARED} --batch-size 16 --group-size 8 --estimator dr_grpo --kl-loss-coef 0"
+HELD = "--kl-controller adaptive --kl-target 0.1 --lr-schedule linear --kl-reward-coef 0.04"
+RUNS = {  # a coefficient of 1e-9 only measures the KL
+    "ppo": f"{PPO} {HELD} --kl-horizon 1000 --lr 1.5e-4 --total-iterations 60",
+    "grpo": f"{GRPO} {HELD} --kl-horizon 1500 --lr 1e-4 --total-iterations 80",
+    "ppo-kl-off": f"{PPO} --kl-reward-coef 1e-9 --lr 1e-4 --total-iterations 40",
+    "grpo-kl-off": f"{GRPO} --kl-reward-coef 1e-9 --lr 1e-4 --total-iterations 40",
+}
+
+
+def distinct_bigrams(texts):
+    """Number of different pairs of neighbouring words over the number of pairs, in all texts together."""
+    words = [re.findall(r"[a-z']+", text.lower()) for text in texts]
+    pairs = [pair for line in words for pair in zip(line, line[1:])]
+    return len(set(pairs)) / max(1, len(pairs))
+
+
+def read_rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run_once(name, seed, data):
+    """Trains, writes RESULTS/name/seed_K.csv, and returns the evaluations' completions before and after."""
+    script, *flags = shlex.split(RUNS[name])
+    with tempfile.TemporaryDirectory() as runs:
+        command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--multi_gpu", "--num_processes", "2"]
+        command += [*shlex.split(learning.LAUNCH), str(ROOT / script), "--seed", str(seed), *flags]
+        command += ["--model", f"{data}/stories260K", "--dataset", f"{data}/story_prompts/story_train.parquet"]
+        command += ["--reward", f"{ROOT}/benchmarks/rewards.py:sad", "--output-dir", runs, "--run-name", "run"]
+        start = time.time()
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
+        seconds, rows = time.time() - start, plot.read_run(Path(runs) / "run")
+        files = sorted((Path(runs) / "run" / "completions").glob("eval_*.jsonl"))
+        evaluations = {int(file.stem[5:]): read_rows(file) for file in files}
+    for row in rows:
+        if evaluation := evaluations.get(row["step"]):
+            row["eval/distinct_bigrams"] = distinct_bigrams([line["response_sampled"] for line in evaluation])
+            row["eval/score_sampled_std"] = statistics.stdev(line["score_sampled"] for line in evaluation)
+    rows[-1]["time/launch_to_exit"] = seconds
+    (RESULTS / name).mkdir(parents=True, exist_ok=True)
+    learning.write_compact(rows, RESULTS / name / f"seed_{seed}.csv")
+    return evaluations[0], evaluations[max(evaluations)]
+
+
+def make_table():
+    header = ["", "seed", "reward before", "after", "sd of a story before", "rise in sd", "KL at the end"]
+    lines = [header + ["distinct bigrams before", "after", "change", "seconds"], ["---"] * 11]
+    for name in RUNS:
+        for path in sorted((RESULTS / name).glob("seed_*.csv")):
+            (rows,) = plot.read_runs(path)
+            first, last = (row for row in (rows[0], rows[-1]))
+            before, after = (row["eval/score_sampled"] for row in (first, last))
+            pairs = [row["eval/distinct_bigrams"] for row in (first, last)]
+            kl = statistics.mean(row["kl/mean"] for row in rows[-10:])  # of the last ten iterations
+            spread = first["eval/score_sampled_std"]
+            numbers = [f"{x:.3f}" for x in (before, after, spread)] + [f"{(after - before) / spread:.1f}", f"{kl:.3f}"]
+            change = f"{100 * (pairs[1] / pairs[0] - 1):+.0f}%"
+            numbers += [f"{pairs[0]:.3f}", f"{pairs[1]:.3f}", change, f"{last['time/launch_to_exit']:.0f}"]
+            lines.append([name, path.stem[5:], *numbers])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def show_stories(name, seed, before, after, count):
+    after = {row["prompt"]: row for row in after}
+    text = f"## {name}, seed {seed}\n"
+    for row in sorted(before, key=lambda row: row["prompt"])[:count]:
+        other = after[row["prompt"]]
+        for when, line in (("before", row), ("after", other)):
+            response = " ".join(line["response_sampled"].split())
+            text += f"\n{when} ({line['score_sampled']:+.2f}): **{row['prompt']}** {response}\n"
+        text += "\n---\n"
+    return text
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    args = parser.parse_args()
+    if not os.environ.get("LLM_RL_DATA"):
+        sys.exit("error: set LLM_RL_DATA to the folder with stories260K/ and story_prompts/")
+    for seed in args.seeds:
+        for name in args.runs:
+            before, after = run_once(name, seed, os.environ["LLM_RL_DATA"])
+            if seed == args.seeds[0]:
+                text = show_stories(name, seed, before, after, 3 if name.endswith("off") else 10)
+                (RESULTS / name / "stories.md").write_text(text)
+            (RESULTS / "table.md").write_text(make_table() + "\n")
+            print(f"{name}, seed {seed}: done", flush=True)
+    folders = [str(RESULTS / name) for name in RUNS]
+    metrics = ["eval/score_sampled", "kl/mean", "eval/distinct_bigrams"]
+    sys.argv = ["plot.py", *folders, "--metrics", *metrics, "--output", str(RESULTS.parent / "stories.png")]
+    plot.main()
+    print(make_table())
+
+
+if __name__ == "__main__":
+    main()
