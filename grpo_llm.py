@@ -46,7 +46,7 @@ import time
 import warnings
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, make_dataclass
 from decimal import Decimal
 from importlib.util import find_spec
 from itertools import compress
@@ -73,10 +73,9 @@ LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "se
 
 
 @dataclass
-class Args:
-    """GRPO and its family for language models. All batch sizes are global: they count over all processes together."""
+class ModelArgs:
+    """what is trained, and how"""
 
-    # model
     model: str = str(TINY / "model")
     """policy to train: a transformers folder or hub id, or a LoRA adapter, which is then trained further"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -86,7 +85,11 @@ class Args:
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time per update"""
 
-    # data and reward
+
+@dataclass
+class DataArgs:
+    """prompts, and what scores the responses to them"""
+
     dataset: str = str(TINY / "train.jsonl")
     """.jsonl/.json/.parquet/.csv file, or folder saved by `datasets` or hub id: `name`, `name:config:split`"""
     eval_dataset: str | None = None
@@ -110,7 +113,11 @@ class Args:
     reward_model: str | None = None
     """sequence classifier with one label whose score is the reward, in place of --reward"""
 
-    # rollout
+
+@dataclass
+class RolloutArgs:
+    """how responses are sampled"""
+
     batch_size: int = 32
     """prompts per iteration"""
     group_size: int = 8
@@ -139,7 +146,11 @@ class Args:
     is_cap: float = 2.0
     """and never above this"""
 
-    # update
+
+@dataclass
+class UpdateArgs:
+    """the optimizer steps of an iteration"""
+
     total_iterations: int = 40
     """iterations of rollout and update; 0: evaluate only"""
     ppo_epochs: int = 1
@@ -173,11 +184,19 @@ class Args:
     target_kl: float | None = None
     """stop this iteration's actor updates before a step whose approximate KL to the old policy is above this"""
 
-    # advantages
+
+@dataclass
+class AdvantagesArgs:
+    """from rewards to advantages"""
+
     estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     """score - group mean (dr_grpo), over group std (grpo), whitened over all (reinforce_pp); rloo: - mean of others"""
 
-    # KL to the reference (the model as it was at the start)
+
+@dataclass
+class KLArgs:
+    """KL to the reference, the model as it was at the start"""
+
     kl_reward_coef: float = 0.0
     """weight of the KL penalty in the reward of a response"""
     kl_reward_kind: KLKind = "k1"
@@ -193,7 +212,11 @@ class Args:
     kl_loss_kind: KLKind = "k3"
     """its estimator (k1 has zero expected gradient here)"""
 
-    # run
+
+@dataclass
+class RunArgs:
+    """files, seed, evaluation"""
+
     output_dir: str = "runs"
     """folder of all runs"""
     run_name: str | None = None
@@ -204,6 +227,11 @@ class Args:
     """iterations between evaluations (0: only before and after training)"""
     track: Literal["tensorboard", "wandb", "none"] = "tensorboard"
     """where metrics go besides metrics.jsonl (wandb: pip install wandb)"""
+
+
+@dataclass
+class Args(RunArgs, KLArgs, AdvantagesArgs, UpdateArgs, RolloutArgs, DataArgs, ModelArgs):
+    """GRPO and its family for language models. All batch sizes are global: they count over all processes together."""
 
 
 class UserError(Exception):
@@ -1418,5 +1446,12 @@ def main(args: Args):
     return run_dir
 
 
+def parse_args():
+    """Args from the command line, whose --help shows the groups of flags that Args is made of."""
+    groups = [(g.__name__[:-4].lower(), g, field(default_factory=g)) for g in reversed(Args.__bases__)]
+    parsed = tyro.cli(tyro.conf.OmitArgPrefixes[make_dataclass("Groups", groups)], description=Args.__doc__)
+    return Args(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse_args())

@@ -1,6 +1,6 @@
 """What a run needs: LoRA against full fine-tuning, and each script on a model of the shape of Qwen2.5-0.5B.
 
-    python benchmarks/footprint.py lora          50.8M random parameters, two iterations of each script in both ways
+    python benchmarks/footprint.py lora          50M random parameters, two iterations of each script in both ways
     python benchmarks/footprint.py qwen          Qwen2.5-0.5B's shape, random weights: needs 24 GiB of memory
 
 Runs without a GPU. Memory is the largest resident size of a process (VmHWM); nothing is saved. The tables go to
@@ -21,7 +21,7 @@ ROOT = learning.ROOT
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 QWEN = {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
 QWEN |= {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
-WIDE = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 10}
+WIDE = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 11}
 WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True}
 
 # One process of a run: like the script itself, but nothing is saved and the numbers are printed at the end.

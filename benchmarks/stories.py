@@ -4,11 +4,12 @@
 
 The folder holds stories260K/ (a TinyStories model of 0.29M parameters: karpathy's tinyllamas in transformers' format)
 and story_prompts/story_{train,test}.parquet (openings, column prompt_text). The reward is benchmarks/rewards.py:sad.
-Each run is one launch on two processes. benchmarks/results/stories/ gets the metrics of every run, a figure, a table and
-stories of one run before and after, chosen by position: the first ten of the test openings.
+Each run is one launch on two processes. benchmarks/results/stories/ gets the metrics of every run, a table and stories
+of the first seed before and after: those to the first ten openings in the order of the alphabet.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -39,7 +40,7 @@ RUNS = {  # a coefficient of 1e-9 only measures the KL
 def distinct_bigrams(texts):
     """Number of different pairs of neighbouring words over the number of pairs, in all texts together."""
     words = [re.findall(r"[a-z']+", text.lower()) for text in texts]
-    pairs = [pair for line in words for pair in zip(line, line[1:])]
+    pairs = [pair for line in words for pair in itertools.pairwise(line)]
     return len(set(pairs)) / max(1, len(pairs))
 
 

@@ -176,6 +176,8 @@ def scenarios():
     if conftest.has_critic(algo):
         own = {"whiten_advantages": False, "gamma": 0.9, "critic_warmup_iterations": 1}
     record("own", total_iterations=2, **ALL_TERMS, **own)
+    corrected = {"old_logprobs": "corrected", "is_level": "sequence", "is_cap": 1.1, "top_p": 0.8}
+    record("lora", generate=None, total_iterations=3, lora_rank=4, **ALL_TERMS, **corrected)
     evaluation = {"eval_dataset": str(FOLDER / "eval5.jsonl"), "eval_every": 1}
     schedule = {"lr_schedule": "linear", "warmup_iterations": 2, "lr": 1e-3, "critic_lr": 1e-3}
     adaptive = {"kl_controller": "adaptive", "kl_horizon": 100.0, "missing_eos_penalty": 0.3, "max_grad_norm": 0.5}

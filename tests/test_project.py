@@ -27,7 +27,8 @@ ALL_LINES = {"ppo_llm": 1450, "grpo_llm": 1450, "ppo_llm_fsdp": 1600}
 DIFF_CEILINGS = {("ppo_llm", "grpo_llm"): 450, ("ppo_llm", "ppo_llm_fsdp"): 330}
 # What may differ between scripts under one name, and why. Everything else is one text.
 MAY_DIFFER = {
-    "Args": "each algorithm has flags of its own",
+    **dict.fromkeys(["Args", "ModelArgs", "RolloutArgs"], "each algorithm has flags of its own"),
+    **dict.fromkeys(["UpdateArgs", "AdvantagesArgs", "KLArgs", "RunArgs"], "and other defaults"),
     "check_args": "it checks those flags",
     "main": "it is the algorithm",
     "load_model": "where models are sharded, rank 0 alone reads the weights",
@@ -138,6 +139,27 @@ def test_scripts_import_no_local_module_and_do_nothing_when_imported(script, tmp
 def test_every_flag_is_read(script):
     source, args = read_script(script), {field.name for field in fields(load_script(script).Args)}
     assert not {name for name in args if not re.search(rf"\bargs\.{name}\b", source)}
+
+
+@pytest.mark.parametrize("script", CEILINGS)
+def test_help_shows_the_flags_in_groups(script):
+    command = [sys.executable, str(ROOT / f"{script}.py"), "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    titles = re.findall(r"^╭─ (\w+) options", text, re.M)
+    sharding = ["sharding"] if script == "ppo_llm_fsdp" else []
+    assert titles == ["model", *sharding, "data", "rollout", "update", "advantages", "kl", "run"]
+    boxes = dict(zip(titles, re.split(r"^╭─ \w+ options", text, flags=re.M)[1:]))
+    for title, flag in {"model": "lora-rank", "data": "reward-model", "kl": "kl-target", "run": "track"}.items():
+        assert f"│ --{flag} " in boxes[title]
+    names = [field.name.replace("_", "-") for field in fields(load_script(script).Args)]
+    assert [name for name in names if f"│ --{name}" not in text] == []
+
+
+def test_the_command_line_becomes_args(monkeypatch):
+    for script in CEILINGS:
+        module = load_script(script)
+        monkeypatch.setattr(sys, "argv", [script, "--lr", "0.5", "--run-name", "x", "--no-gradient-checkpointing"])
+        assert module.parse_args() == module.Args(lr=0.5, run_name="x")
 
 
 def readme():
