@@ -284,7 +284,10 @@ def read_table(source, split):
             return datasets.load_dataset(FILE_READERS[path.suffix], data_files=str(path), split="train")
         name, config, own_split = (source.split(":") + ["", ""])[:3]
         table = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, config or None)
-    return table.get(own_split or split) if isinstance(table, datasets.DatasetDict) else table
+    has_splits = isinstance(table, datasets.DatasetDict)
+    if own_split and not (has_splits and own_split in table):
+        raise UserError(f"dataset {source}: it has {f'the splits {list(table)}' if has_splits else 'no splits'}")
+    return table.get(own_split or split) if has_splits else table
 
 
 def default_eval_source(dataset):
@@ -300,10 +303,11 @@ def default_eval_source(dataset):
 
 def as_prompt(value, column, where):
     """A data row's prompt: text, or a chat [{"role", "content"}, ...] in which it is the assistant's turn."""
-    if isinstance(value, str) and value:
+    if isinstance(value, str) and value and column != "chosen":
         return value
     if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: column {column} should hold text or a chat, not {str(value)[:60]!r}")
+        kinds = "a chat (of texts the prompts should have a column)" if column == "chosen" else "text or a chat"
+        raise UserError(f"{where}: column {column} should hold {kinds}, not {str(value)[:60]!r}")
     for message in value:
         parts = message if isinstance(message, dict) else {}
         if parts.get("role") not in ROLES or not isinstance(parts.get("content"), str):
@@ -328,7 +332,9 @@ def load_prompts(source, split, args, tokenizer):
         return [], "none" if source is None else f"{source} has no {split} split"
     if len(table) == 0:
         raise UserError(f"dataset {source}: it has no rows")
-    formats, names = {"question": "GSM8K raw", "prompt": "TRL", "chosen": "preference pairs"}, table.column_names
+    names = table.column_names
+    prompts_of = "verl" if "reward_model" in names else "TRL"
+    formats = {"question": "GSM8K raw", "prompt": prompts_of, "chosen": "preference pairs"}
     prompt_column = args.prompt_column or next((c for c in formats if c in names), "question, prompt or chosen")
     answer_column = args.answer_column or next((c for c in ("answer", "solution", "reward_model") if c in names), None)
     for flag, column in (("--prompt-column", prompt_column), ("--answer-column", answer_column)):
@@ -375,10 +381,8 @@ def load_prompts(source, split, args, tokenizer):
         raise UserError(
             f"{source}: no prompt within --max-prompt-length {limit}, the shortest has {min(lengths)} tokens"
         )
-    kind = (
-        "verl" if "reward_model" in names and prompt_column == "prompt" else formats.get(prompt_column, prompt_column)
-    )
-    kind += f", {'chat' if is_chat else 'text'}{', chat template' if use_chat else ''}"
+    kind = f"{formats.get(prompt_column, prompt_column)}, {'chat' if is_chat else 'text'}"
+    kind += ", chat template" if use_chat else ""
     fate = {"truncate": "truncated"}.get(args.overlong_prompts, "left out")
     fate = f"{sum(length > limit for length in lengths)} too long {fate}"
     return kept, f"{source} ({kind}): {len(kept)} rows, {fate}"
@@ -479,10 +483,12 @@ def add_lora(model, adapter, rank, names=("default",), **options):
     """
     if not rank and adapter is None:
         return
-    try:
-        from peft import LoraConfig, PeftConfig, set_peft_model_state_dict
-    except ImportError:
-        raise UserError("--lora-rank and adapters need peft: pip install peft") from None
+    if find_spec("peft") is None:
+        raise UserError("--lora-rank and adapters need peft: pip install peft")
+    from peft import LoraConfig, PeftConfig, set_peft_model_state_dict
+
+    if Path(model.name_or_path).is_dir():  # the adapter's folder will name it, and may be loaded from anywhere
+        model.name_or_path = str(Path(model.name_or_path).absolute())
     if adapter is None:
         model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options))
         return
@@ -490,8 +496,14 @@ def add_lora(model, adapter, rank, names=("default",), **options):
         weights = load_file(cached_file(adapter, "adapter_model.safetensors"))
         weights = {key.removeprefix("base_model.model."): weight for key, weight in weights.items()}
         for name in names:
-            model.add_adapter(PeftConfig.from_pretrained(adapter, inference_mode=False), name)
-            set_peft_model_state_dict(model, weights, name)
+            config = PeftConfig.from_pretrained(adapter)
+            if config.peft_type != "LORA":
+                raise UserError(f"adapter {adapter}: it is of the kind {config.peft_type}, only LoRA is supported")
+            config.inference_mode, config.lora_dropout = False, 0.0
+            model.add_adapter(config, name)
+            loaded = set_peft_model_state_dict(model, weights, name)
+            if wrong := loaded.unexpected_keys + [key for key in loaded.missing_keys if f".{name}." in key]:
+                raise UserError(f"adapter {adapter}: not made for its base model, {wrong[0]} is in one of them only")
 
 
 def find_base(flag, name):
@@ -612,7 +624,7 @@ class RewardModel:
 
     def __init__(self, name, device):
         with blamed_on(f"--reward-model {name}: no folder or hub id with a tokenizer"):
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
+            self.tokenizer = AutoTokenizer.from_pretrained(name, padding_side="right")
         model, info = load_model("--reward-model", name, transformers.AutoModelForSequenceClassification)
         wrong = [f"no sequence classifier, it lacks {key}" for key in sorted(info["missing_keys"])]
         if model.config.num_labels != 1:
@@ -628,9 +640,14 @@ class RewardModel:
         if use_chat:
             chats = [[*chat, {"role": "assistant", "content": text}] for chat, text in zip(messages, responses)]
             texts = [self.tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
-        # Similar lengths together; one by one where there is no padding token to find the last token of a row by.
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        size = 1 if self.pipeline.model.config.pad_token_id is None else 16
+        lengths = [len(ids) for ids in self.tokenizer(texts, add_special_tokens=not use_chat)["input_ids"]]
+        limit = getattr(self.pipeline.model.config, "max_position_embeddings", None) or max(lengths)
+        if max(lengths) > limit:
+            raise UserError(f"--reward-model: it has {limit} positions, prompt and response are {max(lengths)} tokens")
+        order = sorted(range(len(texts)), key=lengths.__getitem__)  # similar lengths together
+        # Decoders find the last token of a row by the padding behind it; without they take rows one by one.
+        pads = self.tokenizer.pad_token_id, self.pipeline.model.config.pad_token_id
+        size = 16 if pads[0] is not None and pads[0] == pads[1] else 1
         options = {"function_to_apply": "none", "add_special_tokens": not use_chat, "batch_size": size}
         scores = {i: y["score"] for i, y in zip(order, self.pipeline([texts[i] for i in order], **options))}
         return [scores[i] for i in range(len(texts))]
@@ -1102,8 +1119,10 @@ def main(args: Args):
         if run_dir.exists():
             raise UserError(f"the run folder {run_dir} exists; choose another --run-name or delete it")
         reward_function = RewardModel(args.reward_model, device) if args.reward_model else load_reward(args.reward)
+        base, adapter = find_base("--model", args.model)
         with blamed_on(f"--model {args.model}: no folder or hub id with a tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(args.model)
+            own = cached_file(args.model, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+            tokenizer = AutoTokenizer.from_pretrained(args.model if own or adapter is None else base)
         if args.chat_template not in (None, "none"):
             tokenizer.chat_template = Path(args.chat_template).read_text()
         only_evaluates = args.total_iterations == 0
@@ -1118,13 +1137,12 @@ def main(args: Args):
         sample = (train_rows or eval_rows)[:2]
         compute_scores(reward_function, sample, [""] * len(sample))  # fails now rather than later
         model = load_causal_lm(args.model, args.lora_rank)
-        base, adapter = find_base("--model", args.model)
         lora = getattr(model, "peft_config", {}).get("default")
         if lora and args.lora_rank not in (0, lora.r):
             raise UserError(f"--lora-rank {args.lora_rank}: --model {args.model} is an adapter and has rank {lora.r}")
         critic = Critic(args.critic_model or base, lora.r if lora else 0)
         for flag, trained in (("--model", model), ("--critic-model", critic.model)):
-            if len(tokenizer) > (size := trained.get_input_embeddings().num_embeddings):
+            if len(tokenizer) > (size := trained.get_input_embeddings().weight.shape[0]):
                 raise UserError(f"{flag}: it knows {size} tokens, the tokenizer of --model has {len(tokenizer)}")
         longest = max(len(row["input_ids"]) for row in train_rows + eval_rows) + args.max_response_length
         limit = getattr(model.config, "max_position_embeddings", None) or longest
@@ -1135,7 +1153,7 @@ def main(args: Args):
     # The pad id only fills: masks say what counts.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
-    use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
+    use_reference = args.total_iterations > 0 and (args.kl_reward_coef > 0 or args.kl_loss_coef > 0)
     if use_reference and not lora:  # as the actor is now, never trained
         reference = Policy(copy.deepcopy(model)).requires_grad_(False)
         reference = accelerator.prepare_model(reference, evaluation_mode=True)
@@ -1168,7 +1186,8 @@ def main(args: Args):
             (run_dir / "args.json").write_text(json.dumps(record, indent=1) + "\n")
     accelerator.project_configuration.logging_dir = str(run_dir)
     wandb = {"name": run_dir.name, "dir": str(run_dir), "config": asdict(args)}
-    accelerator.init_trackers("tensorboard" if args.track == "tensorboard" else script.stem, None, {"wandb": wandb})
+    with errors_agreed(accelerator), blamed_on(f"--track {args.track} cannot start"):
+        accelerator.init_trackers("tensorboard" if args.track == "tensorboard" else script.stem, None, {"wandb": wandb})
 
     actor_size, critic_size = (sum(p.numel() for p in m.parameters()) for m in (policy, critic))
     num_trained = sum(p.numel() for m in (policy, critic) for p in m.parameters() if p.requires_grad)
@@ -1176,20 +1195,20 @@ def main(args: Args):
     gib = (4 * (actor_size + critic_size + copied) + 12 * num_trained) / 2**30
     say(f"{script.name}: {world_size} process(es) on {device.type}, {'bfloat16 autocast' if bf16 else 'float32'}")
     say(f"  actor      {args.model}: {actor_size:,} parameters, EOS ids {eos_ids or 'none, responses never end'}")
-    say(f"  critic     {args.critic_model or args.model}: {critic_size:,} parameters")
+    say(f"  critic     {args.critic_model or base}: {critic_size:,} parameters")
     kind = f"the actor with {'the adapter it began with' if adapter else 'its adapter switched off'}"
     kind = kind if lora else "frozen copy of the actor"
-    say(f"  reference  {kind if use_reference else 'none, both KL coefficients are 0'}")
+    say(f"  reference  {kind if use_reference else 'none, no KL is asked for'}")
     say(f"  memory     {gib:.2f} GiB of model state per device: 16 bytes for each of {num_trained:,} trained", end="")
     say(f" parameters{f' (LoRA, rank {lora.r})' if lora else ''}, 4 for a frozen one")
     say(f"  train      {train_summary}\n  eval       {eval_summary}\n  reward     {args.reward_model or args.reward}")
     say(f"  batch      {args.batch_size} prompts x {args.group_size} = {num_responses} responses per iteration")
     say(f"  steps      {num_minibatches} minibatches of {args.minibatch_size} ({local_size} per process)", end="")
     say(f" x {args.ppo_epochs} epoch(s) = {num_steps} optimizer steps per iteration")
-    if num_steps == 1:
+    if num_steps == 1 and args.old_logprobs != "rollout":
         say("  note       one minibatch, one epoch: the ratio is always 1 and clipping cannot fire")
-    if (args.top_p < 1 or args.top_k > 0) and args.old_logprobs == "recompute":
-        say("  warning    top-p/top-k truncate what is sampled but not the log-probs: the ratio is biased")
+    if args.top_p < 1 or args.top_k > 0:
+        say("  warning    top-p/top-k truncate what is sampled but not the log-probs: ratio or KL are biased")
     if args.kl_loss_coef > 0 and args.kl_loss_kind == "k1":
         say("  warning    k1 in the loss has zero expected gradient: noise, and no pull to the reference")
     say(f"  run folder {run_dir}", flush=True)
@@ -1424,7 +1443,8 @@ def main(args: Args):
         save_models(run_dir / "final", {".": policy, "critic": critic}, tokenizer, accelerator)
         say(f"saved {run_dir}/final{' and best' if eval_rows else ''}: transformers folders, the critic in critic/")
         say(f"  load  AutoModelForCausalLM.from_pretrained('{run_dir}/final')")
-        command = ["python", *sys.argv, "--model", f"{run_dir}/final", "--total-iterations", "0", "--run-name", "score"]
+        command = ["python", *sys.argv, "--model", f"{run_dir}/final", "--total-iterations", "0", "--run-name"]
+        command += [f"{run_dir.name}-score"]
         say(f"  score {shlex.join(command)}")
         say(f"  plot  python benchmarks/plot.py {run_dir}")
     accelerator.end_training()

@@ -308,7 +308,10 @@ def read_table(source, split):
             return datasets.load_dataset(FILE_READERS[path.suffix], data_files=str(path), split="train")
         name, config, own_split = (source.split(":") + ["", ""])[:3]
         table = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, config or None)
-    return table.get(own_split or split) if isinstance(table, datasets.DatasetDict) else table
+    has_splits = isinstance(table, datasets.DatasetDict)
+    if own_split and not (has_splits and own_split in table):
+        raise UserError(f"dataset {source}: it has {f'the splits {list(table)}' if has_splits else 'no splits'}")
+    return table.get(own_split or split) if has_splits else table
 
 
 def default_eval_source(dataset):
@@ -324,10 +327,11 @@ def default_eval_source(dataset):
 
 def as_prompt(value, column, where):
     """A data row's prompt: text, or a chat [{"role", "content"}, ...] in which it is the assistant's turn."""
-    if isinstance(value, str) and value:
+    if isinstance(value, str) and value and column != "chosen":
         return value
     if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: column {column} should hold text or a chat, not {str(value)[:60]!r}")
+        kinds = "a chat (of texts the prompts should have a column)" if column == "chosen" else "text or a chat"
+        raise UserError(f"{where}: column {column} should hold {kinds}, not {str(value)[:60]!r}")
     for message in value:
         parts = message if isinstance(message, dict) else {}
         if parts.get("role") not in ROLES or not isinstance(parts.get("content"), str):
@@ -352,7 +356,9 @@ def load_prompts(source, split, args, tokenizer):
         return [], "none" if source is None else f"{source} has no {split} split"
     if len(table) == 0:
         raise UserError(f"dataset {source}: it has no rows")
-    formats, names = {"question": "GSM8K raw", "prompt": "TRL", "chosen": "preference pairs"}, table.column_names
+    names = table.column_names
+    prompts_of = "verl" if "reward_model" in names else "TRL"
+    formats = {"question": "GSM8K raw", "prompt": prompts_of, "chosen": "preference pairs"}
     prompt_column = args.prompt_column or next((c for c in formats if c in names), "question, prompt or chosen")
     answer_column = args.answer_column or next((c for c in ("answer", "solution", "reward_model") if c in names), None)
     for flag, column in (("--prompt-column", prompt_column), ("--answer-column", answer_column)):
@@ -399,10 +405,8 @@ def load_prompts(source, split, args, tokenizer):
         raise UserError(
             f"{source}: no prompt within --max-prompt-length {limit}, the shortest has {min(lengths)} tokens"
         )
-    kind = (
-        "verl" if "reward_model" in names and prompt_column == "prompt" else formats.get(prompt_column, prompt_column)
-    )
-    kind += f", {'chat' if is_chat else 'text'}{', chat template' if use_chat else ''}"
+    kind = f"{formats.get(prompt_column, prompt_column)}, {'chat' if is_chat else 'text'}"
+    kind += ", chat template" if use_chat else ""
     fate = {"truncate": "truncated"}.get(args.overlong_prompts, "left out")
     fate = f"{sum(length > limit for length in lengths)} too long {fate}"
     return kept, f"{source} ({kind}): {len(kept)} rows, {fate}"
@@ -484,7 +488,7 @@ def compute_scores(reward_function, rows, responses):
 
 
 def load_model(flag, name, auto_class, **kwargs):
-    """(model in fp32 without dropout, transformers' loading info); on ranks above 0 its parameters are on `meta`."""
+    """(model in fp32 without dropout, transformers' loading info); on ranks above 0 those to shard are on `meta`."""
     with blamed_on(f"{flag} {name}: no folder or hub id that {auto_class.__name__} can load"):
         config = AutoConfig.from_pretrained(name, **kwargs)
         # Dropout would make two forward passes of the same weights differ, and the ratio with them.
@@ -509,10 +513,12 @@ def add_lora(model, adapter, rank, names=("default",), **options):
     """
     if not rank and adapter is None:
         return
-    try:
-        from peft import LoraConfig, PeftConfig, set_peft_model_state_dict
-    except ImportError:
-        raise UserError("--lora-rank and adapters need peft: pip install peft") from None
+    if find_spec("peft") is None:
+        raise UserError("--lora-rank and adapters need peft: pip install peft")
+    from peft import LoraConfig, PeftConfig, set_peft_model_state_dict
+
+    if Path(model.name_or_path).is_dir():  # the adapter's folder will name it, and may be loaded from anywhere
+        model.name_or_path = str(Path(model.name_or_path).absolute())
     if adapter is None:
         model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options))
         return
@@ -520,8 +526,14 @@ def add_lora(model, adapter, rank, names=("default",), **options):
         weights = load_file(cached_file(adapter, "adapter_model.safetensors"))
         weights = {key.removeprefix("base_model.model."): weight for key, weight in weights.items()}
         for name in names:
-            model.add_adapter(PeftConfig.from_pretrained(adapter, inference_mode=False), name)
-            set_peft_model_state_dict(model, weights, name)
+            config = PeftConfig.from_pretrained(adapter)
+            if config.peft_type != "LORA":
+                raise UserError(f"adapter {adapter}: it is of the kind {config.peft_type}, only LoRA is supported")
+            config.inference_mode, config.lora_dropout = False, 0.0
+            model.add_adapter(config, name)
+            loaded = set_peft_model_state_dict(model, weights, name)
+            if wrong := loaded.unexpected_keys + [key for key in loaded.missing_keys if f".{name}." in key]:
+                raise UserError(f"adapter {adapter}: not made for its base model, {wrong[0]} is in one of them only")
 
 
 def find_base(flag, name):
@@ -644,7 +656,7 @@ class RewardModel:
 
     def __init__(self, name, device):
         with blamed_on(f"--reward-model {name}: no folder or hub id with a tokenizer"):
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
+            self.tokenizer = AutoTokenizer.from_pretrained(name, padding_side="right")
         model, info = load_model("--reward-model", name, transformers.AutoModelForSequenceClassification)
         wrong = [f"no sequence classifier, it lacks {key}" for key in sorted(info["missing_keys"])]
         if model.config.num_labels != 1:
@@ -660,9 +672,14 @@ class RewardModel:
         if use_chat:
             chats = [[*chat, {"role": "assistant", "content": text}] for chat, text in zip(messages, responses)]
             texts = [self.tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
-        # Similar lengths together; one by one where there is no padding token to find the last token of a row by.
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        size = 1 if self.pipeline.model.config.pad_token_id is None else 16
+        lengths = [len(ids) for ids in self.tokenizer(texts, add_special_tokens=not use_chat)["input_ids"]]
+        limit = getattr(self.pipeline.model.config, "max_position_embeddings", None) or max(lengths)
+        if max(lengths) > limit:
+            raise UserError(f"--reward-model: it has {limit} positions, prompt and response are {max(lengths)} tokens")
+        order = sorted(range(len(texts)), key=lengths.__getitem__)  # similar lengths together
+        # Decoders find the last token of a row by the padding behind it; without they take rows one by one.
+        pads = self.tokenizer.pad_token_id, self.pipeline.model.config.pad_token_id
+        size = 16 if pads[0] is not None and pads[0] == pads[1] else 1
         options = {"function_to_apply": "none", "add_special_tokens": not use_chat, "batch_size": size}
         scores = {i: y["score"] for i, y in zip(order, self.pipeline([texts[i] for i in order], **options))}
         return [scores[i] for i in range(len(texts))]
@@ -1119,7 +1136,7 @@ def save_models(path, models, tokenizer, accelerator):
     """
     with written_whole(path) if accelerator.is_main_process else nullcontext() as folder:
         for place, model in models.items():
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
             weights = get_model_state_dict(model.model, options=options)
             names = dict([*model.model.named_parameters(), *model.model.named_buffers()])  # tied weights come once
             weights = {name: weight for name, weight in weights.items() if name in names}
@@ -1204,6 +1221,8 @@ def check_args(args, world_size):
         raise UserError(f"--run-name {args.run_name!r} must be a plain folder name; set the place with --output-dir")
     if world_size % (args.shard_group_size or 1):
         raise UserError(f"--shard-group-size {args.shard_group_size} does not divide the {world_size} processes")
+    if args.resume is not None and args.total_iterations == 0:
+        raise UserError(f"--resume {args.resume} goes on training: leave it out with --total-iterations 0")
     if args.resume is not None and not (Path(args.resume) / "progress.json").is_file():
         raise UserError(f"--resume {args.resume}: no checkpoint, a folder like runs/NAME/checkpoints/step_000010")
     unit, total = args.group_size * world_size, args.batch_size * args.group_size
@@ -1256,8 +1275,10 @@ def main(args: Args):
         if run_dir.exists() and args.resume is None:
             raise UserError(f"the run folder {run_dir} exists; choose another --run-name or delete it")
         reward_function = RewardModel(args.reward_model, device) if args.reward_model else load_reward(args.reward)
+        base, adapter = find_base("--model", args.model)
         with blamed_on(f"--model {args.model}: no folder or hub id with a tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(args.model)
+            own = cached_file(args.model, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+            tokenizer = AutoTokenizer.from_pretrained(args.model if own or adapter is None else base)
         if args.chat_template not in (None, "none"):
             tokenizer.chat_template = Path(args.chat_template).read_text()
         only_evaluates = args.total_iterations == 0
@@ -1272,11 +1293,10 @@ def main(args: Args):
         sample = (train_rows or eval_rows)[:2]
         compute_scores(reward_function, sample, [""] * len(sample))  # fails now rather than later
         model = load_causal_lm(args.model, args.lora_rank)
-        base, adapter = find_base("--model", args.model)
         lora = getattr(model, "peft_config", {}).get("default")
         if lora and args.lora_rank not in (0, lora.r):
             raise UserError(f"--lora-rank {args.lora_rank}: --model {args.model} is an adapter and has rank {lora.r}")
-        if len(tokenizer) > (size := model.get_input_embeddings().num_embeddings):
+        if len(tokenizer) > (size := model.get_input_embeddings().weight.shape[0]):
             raise UserError(f"--model: it knows {size} tokens, its tokenizer has {len(tokenizer)}")
         longest = max(len(row["input_ids"]) for row in train_rows + eval_rows) + args.max_response_length
         limit = getattr(model.config, "max_position_embeddings", None) or longest
@@ -1294,10 +1314,10 @@ def main(args: Args):
     policy = shard(Policy(model, args.entropy_coef > 0).train(), *sharding)
     with errors_agreed(accelerator):
         critic = Critic(args.critic_model or base, lora.r if lora else 0).train()
-        if len(tokenizer) > (size := critic.model.get_input_embeddings().num_embeddings):
+        if len(tokenizer) > (size := critic.model.get_input_embeddings().weight.shape[0]):
             raise UserError(f"--critic-model: it knows {size} tokens, the tokenizer of --model has {len(tokenizer)}")
     critic = shard(critic, *sharding)
-    use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
+    use_reference = args.total_iterations > 0 and (args.kl_reward_coef > 0 or args.kl_loss_coef > 0)
     reference = policy  # with LoRA: the frozen weights are shared, see as_it_began
     if use_reference and not lora:  # as the actor is at the start of the run, never trained
         reference = shard(Policy(load_causal_lm(args.model)).requires_grad_(False), *sharding)
@@ -1337,7 +1357,8 @@ def main(args: Args):
             (run_dir / "args.json").write_text(json.dumps(record, indent=1) + "\n")
     accelerator.project_configuration.logging_dir = str(run_dir)
     wandb = {"name": run_dir.name, "dir": str(run_dir), "config": asdict(args)}
-    accelerator.init_trackers("tensorboard" if args.track == "tensorboard" else script.stem, None, {"wandb": wandb})
+    with errors_agreed(accelerator), blamed_on(f"--track {args.track} cannot start"):
+        accelerator.init_trackers("tensorboard" if args.track == "tensorboard" else script.stem, None, {"wandb": wandb})
 
     actor_size, critic_size = (sum(p.numel() for p in m.parameters()) for m in (policy, critic))
     num_trained = sum(p.numel() for m in (policy, critic) for p in m.parameters() if p.requires_grad)
@@ -1351,10 +1372,10 @@ def main(args: Args):
     gathered = args.rollout_params == "gathered" or (args.rollout_params is None and free >= 1.2 * need)
     say(f"{script.name}: {world_size} process(es) on {device.type}, {'bfloat16' if bf16 else 'float32'}")
     say(f"  actor      {args.model}: {actor_size:,} parameters, EOS ids {eos_ids or 'none, responses never end'}")
-    say(f"  critic     {args.critic_model or args.model}: {critic_size:,} parameters")
+    say(f"  critic     {args.critic_model or base}: {critic_size:,} parameters")
     kind = f"the actor with {'the adapter it began with' if adapter else 'its adapter switched off'}"
     kind = kind if lora else "frozen copy of the actor"
-    say(f"  reference  {kind if use_reference else 'none, both KL coefficients are 0'}")
+    say(f"  reference  {kind if use_reference else 'none, no KL is asked for'}")
     say(f"  memory     {gib / shard_size:.2f} GiB of model state per device{' (host memory)' * args.offload}", end="")
     say(f", {gib:.2f} if replicated: 16 bytes for each of {num_trained:,} trained parameters", end="")
     say(f"{f' (LoRA, rank {lora.r})' if lora else ''}, 4 for a frozen one, over {shard_size}")
@@ -1364,10 +1385,10 @@ def main(args: Args):
     say(f"  batch      {args.batch_size} prompts x {args.group_size} = {num_responses} responses per iteration")
     say(f"  steps      {num_minibatches} minibatches of {args.minibatch_size} ({local_size} per process)", end="")
     say(f" x {args.ppo_epochs} epoch(s) = {num_steps} optimizer steps per iteration")
-    if num_steps == 1:
+    if num_steps == 1 and args.old_logprobs != "rollout":
         say("  note       one minibatch, one epoch: the ratio is always 1 and clipping cannot fire")
-    if (args.top_p < 1 or args.top_k > 0) and args.old_logprobs == "recompute":
-        say("  warning    top-p/top-k truncate what is sampled but not the log-probs: the ratio is biased")
+    if args.top_p < 1 or args.top_k > 0:
+        say("  warning    top-p/top-k truncate what is sampled but not the log-probs: ratio or KL are biased")
     if args.kl_loss_coef > 0 and args.kl_loss_kind == "k1":
         say("  warning    k1 in the loss has zero expected gradient: noise, and no pull to the reference")
     say(f"  run folder {run_dir}", flush=True)
@@ -1601,7 +1622,8 @@ def main(args: Args):
         save_models(run_dir / "final", {".": policy, "critic": critic}, tokenizer, accelerator)
         say(f"saved {run_dir}/final{' and best' if eval_rows else ''}: transformers folders, the critic in critic/")
         say(f"  load  AutoModelForCausalLM.from_pretrained('{run_dir}/final')")
-        command = ["python", *sys.argv, "--model", f"{run_dir}/final", "--total-iterations", "0", "--run-name", "score"]
+        command = ["python", *sys.argv, "--model", f"{run_dir}/final", "--total-iterations", "0", "--run-name"]
+        command += [f"{run_dir.name}-score", "--resume", "None", "--shard-group-size", "None"]
         say(f"  score {shlex.join(command)}")
         if newest := max((run_dir / "checkpoints").glob("step_*"), default=None):
             say(f"  go on  the same command with --resume {newest}")

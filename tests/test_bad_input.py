@@ -282,6 +282,12 @@ BAD_ROWS = {  # what is wrong: (the second of three rows, what the message says)
 }
 
 
+def test_preference_pairs_of_texts_need_a_prompt(refusal, tmp_path):
+    """The chosen text holds the answer too: trained on, it would be part of the prompt."""
+    path = write_rows(tmp_path / "rows.jsonl", [{"chosen": "why? because", "rejected": "why? no"}])
+    says(refusal(dataset=path), "row 1: column chosen should hold a chat", "prompts should have a column", "why?")
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "json"])
 @pytest.mark.parametrize("what", BAD_ROWS)
 def test_bad_rows(refusal, tmp_path, what, ending):
@@ -309,6 +315,15 @@ def test_chat_template_that_is_no_file(refusal, tmp_path):
 
 def test_a_prompt_too_long_is_named_when_asked_for(refusal, toy_data):
     says(refusal(max_prompt_length=15, overlong_prompts="error"), f"{toy_data} row ", "--max-prompt-length 15")
+
+
+def test_a_tracker_that_does_not_start(algo, toy_args, monkeypatch):
+    def fail(*args):
+        raise OSError("no network")
+
+    monkeypatch.setattr(algo.Accelerator, "init_trackers", fail)
+    with pytest.raises(SystemExit, match=r"error: --track tensorboard cannot start .*no network"):
+        algo.main(toy_args())
 
 
 def test_wandb_that_is_not_installed(algo, refusal, monkeypatch):
@@ -463,6 +478,11 @@ def test_shard_groups_of_equal_size(algo, toy_args, refusal):
     with pytest.raises(algo.UserError, match="--shard-group-size 3 does not divide the 4 processes"):
         algo.check_args(toy_args(shard_group_size=3), 4)
     algo.check_args(toy_args(shard_group_size=2), 4)
+
+
+@only_fsdp
+def test_resume_is_not_for_evaluation(refusal, tmp_path):
+    says(refusal(resume=str(tmp_path), total_iterations=0), f"--resume {tmp_path}", "--total-iterations 0")
 
 
 @only_fsdp

@@ -1,7 +1,6 @@
 """LoRA: what is trained, what the reference is, what is saved, and adapters as --model."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -100,6 +99,26 @@ def test_what_is_saved_loads_in_plain_transformers_and_merges(algo, trained, tmp
     assert torch.allclose(found, logits(AutoModelForCausalLM.from_pretrained(run_dir / "final"), ids), atol=1e-4)
 
 
+def test_an_adapter_of_others_has_no_dropout_and_may_lack_a_tokenizer(algo, toy_args, tmp_path, tiny_model):
+    config = peft.LoraConfig(r=2, lora_dropout=0.5, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), config).save_pretrained(tmp_path / "theirs")
+    assert json.loads((tmp_path / "theirs" / "adapter_config.json").read_text())["inference_mode"]
+    run_dir = algo.main(toy_args(model=str(tmp_path / "theirs"), **KL, minibatch_size=8))
+    metrics = read_metrics(run_dir)
+    assert metrics[1]["kl/mean"] == 0 and metrics[1]["actor/ratio_max"] == 1 and metrics[2]["kl/mean"] != 0
+    assert metrics[1]["rollout/logprob_diff"] < 1e-5  # sampled in eval mode, trained in train mode
+    saved = json.loads((run_dir / "final" / "adapter_config.json").read_text())
+    assert not saved["inference_mode"] and sorted(saved["target_modules"]) == ["down_proj", "q_proj"]
+
+
+def test_an_adapter_finds_its_base_from_anywhere(algo, toy_args, tmp_path, monkeypatch):
+    make_model(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    run_dir = algo.main(toy_args(model="model", lora_rank=2, total_iterations=1))
+    monkeypatch.chdir("/")
+    AutoModelForCausalLM.from_pretrained(run_dir / "final")
+
+
 def test_an_adapter_as_model_is_trained_further_from_where_it_is(algo, toy_args, trained, spy, capsys):
     """The reference is the adapter as it came: KL 0 at first, and the same adapter again in the end."""
     first, metrics, _ = trained
@@ -161,6 +180,11 @@ def test_bad_adapters(algo, toy_args, adapter, tmp_path):
     other = make_model(tmp_path / "other", hidden_size=16, intermediate_size=24)
     config.write_text(json.dumps(good | {"base_model_name_or_path": other}))
     refused(algo, toy_args, f"adapter {adapter}", "not made for its base", model=str(adapter))
+    other = make_model(tmp_path / "one layer", num_hidden_layers=1)
+    config.write_text(json.dumps(good | {"base_model_name_or_path": other}))
+    refused(algo, toy_args, f"adapter {adapter}: not made for its base", "layers.1.", model=str(adapter))
+    config.write_text(json.dumps({"peft_type": "IA3", "base_model_name_or_path": good["base_model_name_or_path"]}))
+    refused(algo, toy_args, f"adapter {adapter}", "only LoRA", model=str(adapter))
     config.write_text(json.dumps(good))
     (adapter / "adapter_model.safetensors").write_bytes(b"\0" * 100)
     refused(algo, toy_args, f"adapter {adapter}", "damaged", model=str(adapter))
@@ -169,7 +193,7 @@ def test_bad_adapters(algo, toy_args, adapter, tmp_path):
 
 
 def test_lora_without_peft_says_what_to_install(algo, toy_args, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr(algo, "find_spec", lambda name: None)
     refused(algo, toy_args, "pip install peft", lora_rank=4)
 
 

@@ -59,6 +59,16 @@ def test_scores_are_those_of_the_pipeline_and_of_the_bare_model(algo, tmp_path, 
     assert found == pytest.approx(expected, abs=1e-5)
 
 
+def test_rows_are_not_mixed_up_with_their_padding(algo, tmp_path):
+    """The tokenizer pads on the left by its own will, or with another token than the one the model looks for."""
+    folder = make_classifier(tmp_path / "rm")
+    expected = [score(algo, folder, ["ask"], [text])[0] for text in TEXTS]
+    for change in ({"padding_side": "left"}, {"pad_token": "<eos2>"}):
+        tokenizer = AutoTokenizer.from_pretrained(folder, **change)
+        tokenizer.save_pretrained(folder)
+        assert score(algo, folder, ["ask"] * len(TEXTS), TEXTS) == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_run_scores_with_it_and_leaves_it_alone(algo, toy_args, tmp_path, spy):
     folder = make_classifier(tmp_path / "rm", template=CHAT)
     made = spy(algo, "RewardModel")
@@ -104,6 +114,13 @@ def test_what_is_no_reward_model(algo, toy_args, tmp_path, tiny_model):
     make_tokenizer().save_pretrained(tmp_path / "empty")
     refused(algo, toy_args, tmp_path / "empty", "AutoModelForSequenceClassification")
     assert not (tmp_path / "runs").exists()
+
+
+def test_texts_longer_than_its_positions_are_refused(algo, tmp_path):
+    folder = make_classifier(tmp_path / "rm", "gpt2", n_positions=12)
+    assert len(score(algo, folder, ["ask"], ["b" * 9])) == 1
+    with pytest.raises(algo.UserError, match="12 positions, prompt and response are 13 tokens"):
+        score(algo, folder, ["ask", "ask"], ["b", "b" * 10])
 
 
 def train_on_pairs(folder, model_folder, steps=60):
