@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from dataclasses import fields
 
 import pytest
@@ -211,6 +212,24 @@ def test_the_memory_table_of_the_notes_follows_from_its_formulas():
         assert cells.split(" | ") == [f"{n / 2**30:.1f}" for n in expected]
         row = re.search(rf"^\| {name} \| (.*?) \| [a-z]", (ROOT / "README.md").read_text(), re.M)
         assert row[1].split(" | ") == cells.split(" | ")[:4]
+
+
+def test_the_story_results_are_what_the_table_and_the_readme_say():
+    stories = load_benchmark("stories")
+    assert stories.distinct_bigrams(["A cat, a cat", "a dog"]) == 3 / 4  # a cat twice, cat a, a dog
+    for flags in stories.RUNS.values():
+        script, *rest = shlex.split(flags)
+        check_flags(script.removesuffix(".py"), shlex.join(rest))
+    table = stories.make_table()
+    assert (stories.RESULTS / "table.md").read_text() == table + "\n"
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert Counter(row[0] for row in rows) == dict.fromkeys(stories.RUNS, 3)
+    for name, _, _, after, _, rise, kl, *_, change, seconds in rows:
+        if name.endswith("off"):
+            assert float(after) > 1.5 and int(change[:-1]) < -90
+        else:
+            assert 2.5 <= float(rise) <= 4.9 and 0.065 <= float(kl) <= 0.14 and -15 < int(change[:-1]) <= -2
+        assert int(seconds) < 600
 
 
 def test_ci_ends_with_the_test_command_of_the_readme():

@@ -50,13 +50,13 @@ def clean_environment():
 
 
 def run_workers(folder, worlds, *functions):
-    """Starts all ranks of the runs in worlds, [(script, number of processes)], and waits: {(script, world): folder}."""
-    workers, places = [], {}
+    """Runs all ranks of each of worlds, [(script, number of processes)], in turn: {(script, world): folder}."""
+    places = {}
     for script, world_size in worlds:
         places[script, world_size] = place = folder / f"{script}-{world_size}"
         if not place.is_dir():
             shutil.copytree(folder / "files", place)
-        port = free_port()
+        port, workers = free_port(), []
         for rank in range(world_size):
             env = clean_environment()
             if world_size > 1:
@@ -67,20 +67,20 @@ def run_workers(folder, worlds, *functions):
             with open(log, "w") as output:
                 options = {"env": env, "cwd": place, "stdout": output, "stderr": subprocess.STDOUT}
                 workers.append((subprocess.Popen([*command, *functions], **options), log))
-    deadline = time.time() + 300
-    try:
-        while any(worker.poll() is None for worker, _ in workers):
-            if any(worker.poll() for worker, _ in workers) or time.time() > deadline:
-                time.sleep(1)  # those that a dead rank takes along have ended too, and said what they saw
-                break
-            time.sleep(0.1)
-        # The rank that failed first need not be the lowest: each says how it ended, and what it printed last.
-        ends = [(f"{log.parent.name}/{log.name}", worker.poll(), log.read_text()) for worker, log in workers]
-        failed = [f"{name}: exit code {code}\n{text[-3000:]}" for name, code, text in ends if code != 0]
-        assert not failed, "\n\n".join([str([end[:2] for end in ends]), *failed])
-    finally:
-        for worker, _ in workers:
-            worker.kill()
+        deadline = time.time() + 300
+        try:
+            while any(worker.poll() is None for worker, _ in workers):
+                if any(worker.poll() for worker, _ in workers) or time.time() > deadline:
+                    time.sleep(1)  # those that a dead rank takes along have ended too, and said what they saw
+                    break
+                time.sleep(0.1)
+            # The rank that failed first need not be the lowest: each says how it ended, and what it printed last.
+            ends = [(f"{log.parent.name}/{log.name}", worker.poll(), log.read_text()) for worker, log in workers]
+            failed = [f"{name}: exit code {code}\n{text[-3000:]}" for name, code, text in ends if code != 0]
+            assert not failed, "\n\n".join([str([end[:2] for end in ends]), *failed])
+        finally:
+            for worker, _ in workers:
+                worker.kill()
     return places
 
 
