@@ -1118,7 +1118,6 @@ def main(args: Args):
         set_seed(args.seed)  # our own draws have their own streams; this is for reward files
         if run_dir.exists():
             raise UserError(f"the run folder {run_dir} exists; choose another --run-name or delete it")
-        reward_function = RewardModel(args.reward_model, device) if args.reward_model else load_reward(args.reward)
         base, adapter = find_base("--model", args.model)
         with blamed_on(f"--model {args.model}: no folder or hub id with a tokenizer"):
             own = cached_file(args.model, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
@@ -1134,6 +1133,7 @@ def main(args: Args):
         eval_rows, eval_summary = load_prompts(eval_source, "test", args, tokenizer)
         if not eval_rows and (only_evaluates or args.eval_dataset):
             raise UserError(f"--eval-dataset {eval_summary}")
+        reward_function = RewardModel(args.reward_model, device) if args.reward_model else load_reward(args.reward)
         sample = (train_rows or eval_rows)[:2]
         compute_scores(reward_function, sample, [""] * len(sample))  # fails now rather than later
         model = load_causal_lm(args.model, args.lora_rank)
