@@ -497,8 +497,10 @@ def test_hub_names(algo, toy_run, monkeypatch, spec, expected):
     tables = datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in rows.items()})
     seen = []
     monkeypatch.setattr(algo.datasets, "load_dataset", lambda *args, **kwargs: seen.append((args, kwargs)) or tables)
-    _, metrics = toy_run(dataset=spec, total_iterations=0)
-    assert seen == [(expected, {})] * 2 and "eval/score" in metrics[0]
+    for iterations, times in ((0, 1), (1, 2)):  # evaluation alone reads no training data
+        _, metrics = toy_run(dataset=spec, total_iterations=iterations)
+        assert seen == [(expected, {})] * times and "eval/score" in metrics[0]
+        seen.clear()
 
 
 def test_no_test_data_no_evaluation(toy_run, train_only, capsys):
