@@ -1207,9 +1207,8 @@ def main(args: Args):
     say(f"  reference  {kind if use_reference else 'none, no KL is asked for'}")
     say(f"  memory     {gib:.2f} GiB of model state per device: 16 bytes for each of {num_trained:,} trained", end="")
     say(f" parameters{f' (LoRA, rank {lora.r})' if lora else ''}, 4 for a frozen one")
-    say(
-        f"  train      {train_summary}\n  eval       {eval_summary}{'' if eval_rows else ', name some by --eval-dataset'}"
-    )
+    say(f"  train      {train_summary}")
+    say(f"  eval       {eval_summary}{'' if eval_rows else ', name some by --eval-dataset'}")
     say(f"  reward     {args.reward_model or args.reward}")
     say(f"  batch      {args.batch_size} prompts x {args.group_size} = {num_responses} responses per iteration")
     say(f"  loss       {args.estimator}, {args.loss_agg}, {args.importance_level} ratio, ", end="")

@@ -1381,9 +1381,8 @@ def main(args: Args):
     say(f"{f' (LoRA, rank {lora.r})' if lora else ''}, 4 for a frozen one, over {shard_size}")
     mode = "gathered" if gathered else "sharded"
     say(f"  rollout    {mode} parameters; gathered they take {need:.2f} of {free:.2f} GiB free on every device")
-    say(
-        f"  train      {train_summary}\n  eval       {eval_summary}{'' if eval_rows else ', name some by --eval-dataset'}"
-    )
+    say(f"  train      {train_summary}")
+    say(f"  eval       {eval_summary}{'' if eval_rows else ', name some by --eval-dataset'}")
     say(f"  reward     {args.reward_model or args.reward}")
     say(f"  batch      {args.batch_size} prompts x {args.group_size} = {num_responses} responses per iteration")
     say(f"  steps      {num_minibatches} minibatches of {args.minibatch_size} ({local_size} per process)", end="")
