@@ -454,7 +454,7 @@ def test_two_machines(files, tmp_path):
             launcher.kill()
     consoles = [(tmp_path / f"{i}.txt").read_text() for i in (0, 1)]
     assert all(console.count("ppo_llm_fsdp.py: 4 process(es) on cpu") == 1 for console in consoles)  # each machine's
-    assert "parameter, over 2\n" in consoles[0]
+    assert "frozen one, over 2\n" in consoles[0]
     assert json.loads((tmp_path / "run" / "args.json").read_text())["num_processes"] == 4
     single = start(command("ppo_llm_fsdp", 2, *toy_flags(files, tmp_path, run_name="one")), tmp_path / "one.txt")
     assert single.wait(100) == 0
