@@ -22,6 +22,7 @@ Shapes in comments: N prompts and B = N*group_size responses on this process, P 
 """
 
 import copy
+import fcntl
 import hashlib
 import inspect
 import json
@@ -30,14 +31,19 @@ import os
 import re
 import resource
 import runpy
+import select
 import shlex
 import shutil
+import signal
+import socket
 import sys
+import threading
 import time
 import warnings
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, make_dataclass
+from datetime import timedelta
 from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,18 +53,28 @@ import accelerate
 import datasets
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object, set_seed, tqdm
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+    set_seed,
+    tqdm,
+)
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 from transformers.utils import cached_file, find_adapter_config_file
 
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
 KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
+HANG_MINUTES = 30  # a process that the others wait for so long is given up, and the run with it
 LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
@@ -212,13 +228,20 @@ class RunArgs:
     output_dir: str = "runs"
     """folder of all runs"""
     run_name: str | None = None
-    """folder of this run inside it; default: script-seed-time. It must not exist"""
+    """folder of this run inside it; default: script-seed-time. It must not exist, unless resumed"""
     seed: int = 1
     """seed of data order and sampling"""
     eval_every: int = 10
     """iterations between evaluations (0: only before and after training)"""
     track: Literal["tensorboard", "wandb", "none"] = "tensorboard"
     """where metrics go besides metrics.jsonl (wandb: pip install wandb)"""
+    save_every: int = 10
+    """iterations between checkpoints (0: only the one that SIGTERM or Ctrl-C leaves)"""
+    keep_checkpoints: int = 2
+    """so many of the newest are kept"""
+    resume: str | None = None
+    """go on from a checkpoint, runs/NAME/checkpoints/step_N, in its run folder, with any number of processes; auto:
+    from the newest of --run-name, or from the beginning if there is none"""
 
 
 @dataclass
@@ -250,6 +273,26 @@ def errors_agreed(accelerator):
 
 
 @contextmanager
+def batch_kept(path, rows, responses, scores=None):
+    """Writes the batch to `path` if the block raises UserError, and says so."""
+    try:
+        yield
+    except UserError as error:
+        scores = [None] * len(rows) if scores is None else scores.tolist()
+        batch = [{"query": r["prompt"], "response": t, "score": s} for r, t, s in zip(rows, responses, scores)]
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in batch))
+        raise UserError(f"{error}; the batch is in {path}") from error
+
+
+def check_finite(**numbers):
+    """Raises UserError if one of the tensors has a NaN or an infinity."""
+    if bad := [name.replace("_", " ") for name, x in numbers.items() if not x.isfinite().all()]:
+        what = f"not finite: {', '.join(bad)}; no step was taken with them"
+        raise UserError(f"{what}. Try a lower --lr or --max-grad-norm, or --dtype float32")
+
+
+@contextmanager
 def blamed_on(what):
     """Turns whatever a library raises about the user's input into a UserError that begins with `what`."""
     try:
@@ -259,6 +302,49 @@ def blamed_on(what):
     except Exception as error:  # the libraries raise a dozen types
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{what} ({type(error).__name__}: {reason})") from error
+
+
+def stop_on_signals(seconds=15):
+    """Event that a SIGTERM or SIGINT sets. The process ends `seconds` after it, or at a second signal, or when its
+    launcher has died. A thread looks after this, because the main one can be in a collective or a kernel for long."""
+    stop, parent = threading.Event(), os.getppid()
+    launched = not {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"}.isdisjoint(os.environ)
+    incoming, outgoing = os.pipe()
+    os.set_blocking(outgoing, False)
+    signal.set_wakeup_fd(outgoing, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # the byte in the pipe says it
+
+    def watch():
+        deadline = math.inf
+        while time.monotonic() < deadline:
+            if select.select([incoming], [], [], 0.2)[0]:
+                os.read(incoming, 1)
+                if stop.is_set():
+                    os._exit(1)
+                deadline = time.monotonic() + seconds
+                stop.set()
+            elif launched and not stop.is_set() and os.getppid() != parent:
+                print("error: the launcher has died, so does this process; go on with --resume", file=sys.stderr)
+                os._exit(1)
+        print(f"stopped: {seconds} s were not enough to save; go on from the newest checkpoint", file=sys.stderr)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return stop
+
+
+@contextmanager
+def others_answer():
+    """Ends the process with one sentence if another one is lost or has not answered for HANG_MINUTES."""
+    try:
+        yield
+    except RuntimeError as error:  # of gloo or NCCL; there are no types to tell them by
+        if not dist.is_initialized() or not re.search("(?i)timed? ?out|connection|peer|socket", str(error)):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        print(f"error: another process has died or hangs, see its own message ({reason})", file=sys.stderr, flush=True)
+        os._exit(1)  # tidying up would wait for it
 
 
 def generator(*key):
@@ -1008,20 +1094,63 @@ def evaluate(model, tokenizer, rows, reward_function, args, accelerator, eos_ids
     return moments, completions
 
 
+def remove(path):
+    """A file or a folder; a complete folder loses its name first, so that a killed process leaves none half removed."""
+    if path.is_dir():
+        shutil.rmtree(path if path.suffix == ".tmp" else path.rename(path.with_name(f".{path.name}.tmp")))
+    else:
+        path.unlink(missing_ok=True)
+
+
+def flush(*paths):
+    """Waits until files and folders are on the disk: after a power cut, too, what has a name is complete."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
 @contextmanager
 def written_whole(path):
     """Yields a temporary path that takes the name `path` once the block is done: what has the name is complete."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    if temporary.is_dir():  # of a run that was killed
-        shutil.rmtree(temporary)
-    yield temporary
-    if path.is_dir():  # a folder cannot be renamed over a full one
-        old = path.with_name(f".{path.name}.old")
-        path.rename(old)
-        temporary.rename(path)
-        shutil.rmtree(old)
-    else:
-        temporary.replace(path)
+    temporary, old = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
+    remove(temporary)  # of a run that was killed
+    try:
+        yield temporary
+        flush(*temporary.rglob("*"), temporary)
+        if path.is_dir():  # a folder cannot be renamed over a full one
+            path.rename(old)
+            temporary.rename(path)
+            shutil.rmtree(old)
+        else:
+            temporary.replace(path)
+        flush(path.parent)
+    except BaseException:
+        remove(temporary)  # a full disk gets its room back
+        raise
+
+
+def tidy(run_dir):
+    """Removes what a killed run has left unfinished."""
+    for old in list(run_dir.rglob(".*.old")):  # killed between two renames, the old one may be the only whole one
+        whole = old.with_name(old.name[1:-4])
+        remove(old) if whole.exists() else old.rename(whole)
+    for temporary in list(run_dir.rglob(".*.tmp")):
+        remove(temporary)
+
+
+def lock(run_dir):
+    """Keeps other processes from writing into the run folder as long as this one holds what is returned."""
+    file = open(run_dir / ".lock", "a+")  # noqa: SIM115 it stays open as long as it is locked
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        owner = file.read() or "another process"
+        raise UserError(f"the run folder {run_dir} is being written by {owner}: wait for it or stop it") from None
+    file.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=file, flush=True)
+    return file
 
 
 def save_models(path, models, tokenizer, accelerator):
@@ -1031,7 +1160,74 @@ def save_models(path, models, tokenizer, accelerator):
             for place, model in models.items():
                 accelerator.unwrap_model(model).model.save_pretrained(folder / place)
                 tokenizer.save_pretrained(folder / place)
-    accelerator.wait_for_everyone()
+
+
+def trained_state(trainees):
+    """{name: tensor} of weights and optimizer state in `trainees`, {name: (model, optimizer)}: shards, no copies."""
+    state, options = {}, StateDictOptions(flatten_optimizer_state_dict=True)
+    for name, (model, optimizer) in trainees.items():
+        untouched = not optimizer.state
+        tensors = get_optimizer_state_dict(model, optimizer, options=options)
+        for slots in optimizer.state.values() if untouched else ():
+            slots["step"].zero_()  # torch has made them by a step without gradients
+        trained = {key: p.detach() for key, p in model.named_parameters() if p.requires_grad}  # tied weights come once
+        state |= {f"{name}.{key}": value for key, value in (tensors | trained).items() if torch.is_tensor(value)}
+    return state
+
+
+@contextmanager
+def checkpoint_errors():
+    """Raises what a rank raised; torch wraps it in a class that is no Exception."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
+
+
+def save_checkpoint(path, trainees, about, keep, accelerator):
+    """Each rank writes its part as safetensors, rank 0 the dictionary `about` as JSON; the newest `keep` stay."""
+    with written_whole(path) if accelerator.is_main_process else nullcontext() as folder:
+        folder = broadcast_object_list([folder])[0]
+        with checkpoint_errors():
+            writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+            dcp.save(trained_state(trainees), storage_writer=writer)
+        if accelerator.is_main_process:
+            files = sorted(file.name for file in folder.iterdir())
+            (folder / "progress.json").write_text(json.dumps(about | {"files": files}) + "\n")
+    if accelerator.is_main_process:
+        for old in sorted(path.parent.glob("step_*"))[:-keep]:
+            remove(old)
+
+
+def read_progress(path, record, data):
+    """How far the run had come, and a list of the flags in `record` that have changed since.
+
+    Raises UserError where the run would not go on as the one that it was: data, or flags that made the weights.
+    """
+    with blamed_on(f"--resume {path}: its progress.json is damaged"):
+        about = json.loads((path / "progress.json").read_text())
+        reached, saved, files = (about[key] for key in ("reached", "record", "files"))
+        last = reached["next_iteration"] - 1
+    if missing := [name for name in files if not (path / name).is_file()]:
+        raise UserError(f"--resume {path}: its file {missing[0]} is missing")  # the reader would leave a hole
+    own = {"resume", "output_dir", "run_name"}
+    changed = {name: value for name, value in record.items() if value != saved.get(name) and name not in own}
+    for name in changed:
+        if name in ("model", "critic_model", "lora_rank", "reward", "reward_model", "seed"):
+            flag, words = f"--{name.replace('_', '-')}", f"it was {saved.get(name)} and cannot become {changed[name]}"
+            raise UserError(f"{flag}: {words} in one run; begin a new one with --model set to final/ or best/")
+    if about["data"] != data:
+        what = "prompts and answers are not those the run was trained and tested on"
+        raise UserError(f"--resume {path}: {what}; the data, the tokenizer or a flag of the data has changed")
+    if last > (limit := record["total_iterations"]):
+        raise UserError(f"--total-iterations {limit}: the checkpoint {path} is of iteration {last}")
+    return reached, [f"--{k.replace('_', '-')} {saved.get(k)} -> {v}" for k, v in changed.items()]
+
+
+def load_checkpoint(path, trainees):
+    """Reads a checkpoint, written by any number of processes, into the models and optimizers."""
+    with checkpoint_errors():
+        dcp.load(trained_state(trainees), storage_reader=dcp.HuggingFaceStorageReader(str(path)))
 
 
 def save_completions(path, completions, accelerator):
@@ -1050,8 +1246,9 @@ def save_completions(path, completions, accelerator):
 def check_args(args, world_size):
     """Raises UserError for flags that make no sense, alone or together."""
     sizes = "batch_size group_size minibatch_size microbatch_tokens ppo_epochs max_prompt_length max_response_length"
+    sizes = f"{sizes} keep_checkpoints"
     positive = f"{sizes} is_cap temperature top_p max_grad_norm value_clip target_kl kl_target kl_horizon"
-    counts = "seed lora_rank total_iterations eval_every warmup_iterations critic_warmup_iterations top_k"
+    counts = "seed lora_rank total_iterations eval_every save_every warmup_iterations critic_warmup_iterations top_k"
     coefs = "lr critic_lr weight_decay gamma lam clip_low clip_high entropy_coef kl_reward_coef kl_loss_coef"
     checks = (
         (positive, "more than 0", lambda x: 0 < x < math.inf),
@@ -1071,6 +1268,12 @@ def check_args(args, world_size):
         raise UserError(f"--prompt-template {args.prompt_template!r} lacks {{prompt}}: all prompts would be equal")
     if args.run_name is not None and (Path(args.run_name).name != args.run_name or args.run_name in ("", "..")):
         raise UserError(f"--run-name {args.run_name!r} must be a plain folder name; set the place with --output-dir")
+    if args.resume is not None and args.total_iterations == 0:
+        raise UserError(f"--resume {args.resume} goes on training: leave it out with --total-iterations 0")
+    if args.resume == "auto" and args.run_name is None:
+        raise UserError("--resume auto needs --run-name, the run to go on with")
+    if args.resume not in (None, "auto") and not (Path(args.resume) / "progress.json").is_file():
+        raise UserError(f"--resume {args.resume}: no checkpoint, a folder like runs/NAME/checkpoints/step_000010")
     unit, total = args.group_size * world_size, args.batch_size * args.group_size
     if args.minibatch_size % unit or total % args.minibatch_size:
         batch_size = max(1, round(args.batch_size / world_size)) * world_size
@@ -1085,9 +1288,9 @@ def check_args(args, world_size):
         raise UserError(f"--kl-controller adaptive needs {needs}, not {args.kl_reward_coef} and {args.kl_horizon}")
 
 
-def main(args: Args):
-    """Trains, and returns the run folder."""
-    start_time = time.time()
+def main(args: Args, stop=None):
+    """Trains, and returns the run folder. When the event `stop` is set it saves a checkpoint and returns early."""
+    start_time, stop = time.time(), stop or threading.Event()
     num_local, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if torch.cuda.is_available() and num_local > num_gpus:
         sys.exit(f"error: {num_local} processes for {num_gpus} GPUs; launch with --num_processes {num_gpus}")
@@ -1104,20 +1307,34 @@ def main(args: Args):
         log_with=None if args.track == "none" else args.track,
         project_dir=args.output_dir,  # the tracker is pointed at the run folder once all ranks know its name
         # Ranks run different numbers of forward passes, so none of them may send buffers around.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=timedelta(minutes=HANG_MINUTES)),
+        ],
     )
     rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     say = accelerator.print
     script = Path(__file__)
     run_name = args.run_name or f"{script.stem}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(args.output_dir) / broadcast_object_list([run_name])[0]
+    run_dir = Path(args.resume).absolute().parents[1] if args.resume not in (None, "auto") else run_dir
 
     # Everything that can be wrong with the input is found here, the cheap checks first.
     with errors_agreed(accelerator):
         check_args(args, world_size)
         set_seed(args.seed)  # our own draws have their own streams; this is for reward files
-        if run_dir.exists():
-            raise UserError(f"the run folder {run_dir} exists; choose another --run-name or delete it")
+        if run_dir.exists() and args.resume is None:
+            raise UserError(f"the run folder {run_dir} exists; choose another --run-name, or --resume auto")
+        with blamed_on(f"the run folder {run_dir} cannot be written"):
+            held = lock(run_dir) if run_dir.exists() and accelerator.is_main_process else None
+            if held is not None:
+                tidy(run_dir)
+    with errors_agreed(accelerator):
+        resumed_from = Path(args.resume).absolute() if args.resume not in (None, "auto") else None
+        if args.resume == "auto":
+            resumed_from = max((run_dir / "checkpoints").glob("step_*"), default=None)
+            if resumed_from is None and (run_dir / "final").exists():
+                raise UserError(f"--resume auto: {run_dir} is finished and without checkpoints; name another run")
         base, adapter = find_base("--model", args.model)
         with blamed_on(f"--model {args.model}: no folder or hub id with a tokenizer"):
             own = cached_file(args.model, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
@@ -1149,6 +1366,11 @@ def main(args: Args):
         if longest > limit:
             what = f"the longest prompt and --max-response-length {args.max_response_length} are {longest} tokens"
             raise UserError(f"{what}, --model {args.model} has {limit} positions: lower it or --max-prompt-length")
+        record = asdict(args) | {"num_processes": world_size}
+        data = [[(row["input_ids"], row["answer"]) for row in rows] for rows in (train_rows, eval_rows)]
+        data = hashlib.sha256(repr(data).encode()).hexdigest()
+        reached = {"next_iteration": 0, "num_drawn": 0, "best_score": -math.inf, "kl_coef": args.kl_reward_coef}
+        reached, changes = (reached, []) if resumed_from is None else read_progress(resumed_from, record, data)
     eos_ids = collect_eos_ids(model, tokenizer)
     # The pad id only fills: masks say what counts.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
@@ -1166,6 +1388,13 @@ def main(args: Args):
     actor_optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=args.weight_decay)
     kl_controller = AdaptiveKL(args.kl_reward_coef, args.kl_target, args.kl_horizon)
+    trainees = {"actor": (policy, actor_optimizer), "critic": (critic, critic_optimizer)}
+    trainees = {name: (accelerator.unwrap_model(model), optimizer) for name, (model, optimizer) in trainees.items()}
+    if resumed_from is not None:
+        what = f"--resume {resumed_from}: it does not fit the models or is damaged"
+        with errors_agreed(accelerator), blamed_on(what):
+            load_checkpoint(resumed_from, trainees)
+    first, num_drawn, best_score, kl_controller.coef = reached.values()
 
     # Batch arithmetic. Prompts are dealt to the ranks like cards, so that minibatch k is the same set of rows, k*M to
     # (k+1)*M of the global batch, at any process count.
@@ -1179,15 +1408,26 @@ def main(args: Args):
 
     with errors_agreed(accelerator), blamed_on(f"the run folder {run_dir} cannot be written"):
         if accelerator.is_main_process:
-            (run_dir / "completions").mkdir(parents=True)
-            shutil.copy(script, run_dir)
+            (run_dir / "completions").mkdir(parents=True, exist_ok=True)
+            held = held or lock(run_dir)
+            if script.resolve().parent != run_dir.resolve():
+                shutil.copy(script, run_dir)
             versions = {m.__name__: m.__version__ for m in (torch, transformers, accelerate, datasets)}
-            record = asdict(args) | {"num_processes": world_size, "versions": versions}
-            (run_dir / "args.json").write_text(json.dumps(record, indent=1) + "\n")
+            (run_dir / "args.json").write_text(json.dumps(record | {"versions": versions}, indent=1) + "\n")
+            # What came after the checkpoint is done once more. metrics.jsonl has a line per iteration.
+            for later in (run_dir / "checkpoints").glob("step_*"):
+                if resumed_from is None or later > resumed_from:
+                    remove(later)
+            lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)[:first] if first else []
+            if len(lines) < first:
+                raise UserError(f"{run_dir}/metrics.jsonl has {len(lines)} lines, the checkpoint is after {first}")
+            with written_whole(run_dir / "metrics.jsonl") as file:
+                file.write_text("".join(lines))
     accelerator.project_configuration.logging_dir = str(run_dir)
-    wandb = {"name": run_dir.name, "dir": str(run_dir), "config": asdict(args)}
+    wandb = {"name": run_dir.name, "dir": str(run_dir), "config": asdict(args), "id": run_dir.name, "resume": "allow"}
     with errors_agreed(accelerator), blamed_on(f"--track {args.track} cannot start"):
-        accelerator.init_trackers("tensorboard" if args.track == "tensorboard" else script.stem, None, {"wandb": wandb})
+        project = "tensorboard" if args.track == "tensorboard" else script.stem
+        accelerator.init_trackers(project, None, {"wandb": wandb, "tensorboard": {"purge_step": first}})
 
     actor_size, critic_size = (sum(p.numel() for p in m.parameters()) for m in (policy, critic))
     num_trained = sum(p.numel() for m in (policy, critic) for p in m.parameters() if p.requires_grad)
@@ -1213,6 +1453,13 @@ def main(args: Args):
         say("  warning    top-p/top-k truncate what is sampled but not the log-probs: ratio or KL are biased")
     if args.kl_loss_coef > 0 and args.kl_loss_kind == "k1":
         say("  warning    k1 in the loss has zero expected gradient: noise, and no pull to the reference")
+    if args.save_every:
+        say(f"  save       every {args.save_every} iterations {12 * num_trained / 2**30:.2f} GiB", end="")
+        say(f", the newest {args.keep_checkpoints} checkpoints are kept")
+    if resumed_from is not None:
+        say(f"  resume     {resumed_from}; changed: {', '.join(changes) or 'no flag'}")
+    elif args.resume is not None:
+        say(f"  resume     {run_dir} has no checkpoint: from the beginning")
     say(f"  run folder {run_dir}", flush=True)
 
     @contextmanager
@@ -1223,10 +1470,32 @@ def main(args: Args):
             torch.cuda.synchronize()
         seconds[f"time/{name}"] += time.perf_counter() - begin
 
-    best_score, num_drawn = -math.inf, 0
-    progress = tqdm(total=args.total_iterations, dynamic_ncols=True, file=sys.stdout)
-    for iteration in range(args.total_iterations + 1):  # iteration 0 only evaluates
+    def should_stop():
+        return all_reduce(torch.tensor(float(stop.is_set()), device=device)).item() > 0
+
+    @contextmanager
+    def writing(path):
+        with errors_agreed(accelerator), blamed_on(f"{path} cannot be written, mend it and go on with --resume"):
+            yield path
+
+    def save():
+        path, begin = run_dir / "checkpoints" / f"step_{reached['next_iteration'] - 1:06d}", time.perf_counter()
+        with writing(path):
+            if accelerator.is_main_process:
+                flush(run_dir / "metrics.jsonl")
+            about = {"reached": reached, "record": record, "data": data}
+            save_checkpoint(path, trainees, about, args.keep_checkpoints, accelerator)
+        if accelerator.is_main_process:
+            size = sum(file.stat().st_size for file in path.iterdir()) / 2**20
+            progress.write(f"saved {path} ({size:.0f} MiB in {time.perf_counter() - begin:.1f} s)")
+
+    finished = False
+    progress = tqdm(total=args.total_iterations, initial=max(0, first - 1), dynamic_ncols=True, file=sys.stdout)
+    for iteration in range(first, args.total_iterations + 1):  # iteration 0 only evaluates
         seconds, metrics, moments = defaultdict(float), {}, Moments(device)
+        # Only a reward file can draw from the global streams; they begin anew, so that no checkpoint has to hold them.
+        set_seed(generator("global", args.seed, iteration, rank).initial_seed() % 2**32)
+        debug = run_dir / "debug" / f"step_{iteration:06d}_rank_{rank}.jsonl"
         evaluating = iteration in (0, args.total_iterations) or (args.eval_every and iteration % args.eval_every == 0)
 
         if iteration > 0:
@@ -1250,8 +1519,8 @@ def main(args: Args):
                 ended = torch.isin(responses, torch.tensor(eos_ids, device=device, dtype=torch.long)).any(1)  # (B,)
 
             # 2. Reward: one score per response.
-            with phase("reward"), errors_agreed(accelerator):
-                texts = decode(tokenizer, responses, response_mask)
+            texts = decode(tokenizer, responses, response_mask)
+            with phase("reward"), errors_agreed(accelerator), batch_kept(debug, rows, texts):
                 scores = torch.tensor(compute_scores(reward_function, rows, texts), device=device)  # (B,)
                 scores = scores - args.missing_eos_penalty * ~ended
 
@@ -1289,6 +1558,11 @@ def main(args: Args):
                 moments.add("advantage/mean", advantages, response_mask)
                 if args.whiten_advantages:
                     advantages = masked_whiten(advantages, response_mask)
+
+            with errors_agreed(accelerator), batch_kept(debug, rows, texts, scores):
+                check_finite(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values, advantages=advantages)
+            if should_stop():  # the iteration is abandoned: no weight has moved in it
+                break
 
             # The optimizer steps: every epoch shuffles the minibatches, alike on all ranks, and never their rows.
             stream = generator("minibatches", args.seed, iteration)
@@ -1345,6 +1619,8 @@ def main(args: Args):
                         actor_optimizer.zero_grad()
                         break
                     grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                    with errors_agreed(accelerator), batch_kept(debug, rows, texts, scores):
+                        check_finite(actor_loss=step_loss, actor_gradient=grad_norm)
                     moments.add("actor/grad_norm", grad_norm)
                     moments.add("actor/loss", step_loss * world_size)  # the mean over ranks of shares of a sum
                     actor_optimizer.step()
@@ -1366,6 +1642,8 @@ def main(args: Args):
                         if args.value_clip is not None:
                             moments.add("critic/clipfrac", mb_losses > (mb_values - mb_returns).square() / 2, mb_mask)
                     grad_norm = accelerator.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
+                    with errors_agreed(accelerator), batch_kept(debug, rows, texts, scores):
+                        check_finite(critic_loss=step_loss, critic_gradient=grad_norm)
                     moments.add("critic/grad_norm", grad_norm)
                     moments.add("critic/loss", step_loss * world_size)
                     critic_optimizer.step()
@@ -1407,7 +1685,8 @@ def main(args: Args):
                 columns = zip(rows, texts, scores.tolist(), row_kl.tolist(), (~ended).tolist())
                 names = "query", "response", "score", "kl", "truncated"
                 dump = [dict(zip(names, (row["prompt"], *rest))) for row, *rest in columns]
-                save_completions(run_dir / "completions" / f"step_{iteration:06d}.jsonl", dump, accelerator)
+                with writing(run_dir / "completions" / f"step_{iteration:06d}.jsonl") as path:
+                    save_completions(path, dump, accelerator)
 
         # Evaluate, keep the best.
         if evaluating and eval_rows:
@@ -1418,7 +1697,8 @@ def main(args: Args):
                 task = tokenizer, eval_rows, reward_function, args
                 scored, dump = evaluate(actor, *task, accelerator, eos_ids, pad_id)
             results, _ = scored.reduce()
-            save_completions(run_dir / "completions" / f"eval_{iteration:06d}.jsonl", dump, accelerator)
+            with writing(run_dir / "completions" / f"eval_{iteration:06d}.jsonl") as path:
+                save_completions(path, dump, accelerator)
             metrics |= results | {"time/eval": seconds["time/eval"]}
             score, sampled, length = (results[f"eval/{name}"] for name in ("score", "score_sampled", "length_mean"))
             if accelerator.is_main_process:
@@ -1426,27 +1706,46 @@ def main(args: Args):
                 progress.write(f"{line}  ({time.time() - start_time:.0f} s)")
             if score > best_score and args.total_iterations > 0:
                 best_score = score
-                save_models(run_dir / "best", {".": policy, "critic": critic}, tokenizer, accelerator)
+                with writing(run_dir / "best") as path:
+                    save_models(path, {".": policy, "critic": critic}, tokenizer, accelerator)
 
         metrics["time/elapsed"] = time.time() - start_time
-        accelerator.log(metrics, step=iteration)
-        if accelerator.is_main_process:
-            with open(run_dir / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"step": iteration} | metrics) + "\n")
+        with writing(run_dir / "metrics.jsonl") as path:
+            if accelerator.is_main_process:
+                for needed in [path] + [run_dir / "tensorboard"] * (args.track == "tensorboard"):
+                    if not needed.exists():
+                        raise UserError(f"{needed} is gone: something other than this run has removed it")
+                with open(path, "a") as file:
+                    file.write(json.dumps({"step": iteration} | metrics) + "\n")
+            accelerator.log(metrics, step=iteration)
+        reached = dict(zip(reached, (iteration + 1, num_drawn, best_score, kl_controller.coef)))
+        if args.save_every and iteration > 0 and iteration % args.save_every == 0:
+            save()
         if iteration > 0:
             shown = {"reward": "reward/mean", "kl": "kl/mean", "length": "response/length_mean", "H": "actor/entropy"}
             shown = [f"{label} {metrics[name]:.3g}" for label, name in shown.items() if name in metrics]
             split = [f"{name[5:9]} {s:.2f}" for name, s in seconds.items() if name != "time/eval"]
             progress.set_postfix_str(f"{', '.join(shown)} | {' '.join(split)} s")
             progress.update()
+        if iteration < args.total_iterations and should_stop():
+            break
+    else:
+        finished = True
 
     progress.close()
+    if not finished:
+        if reached["next_iteration"] > first:  # of this run
+            save()
+        say(f"stopped after iteration {reached['next_iteration'] - 1}; --resume auto --run-name {run_dir.name} goes on")
+        accelerator.end_training()
+        return run_dir
     if args.total_iterations > 0:
-        save_models(run_dir / "final", {".": policy, "critic": critic}, tokenizer, accelerator)
+        with writing(run_dir / "final") as path:
+            save_models(path, {".": policy, "critic": critic}, tokenizer, accelerator)
         say(f"saved {run_dir}/final{' and best' if eval_rows else ''}: transformers folders, the critic in critic/")
         say(f"  load  AutoModelForCausalLM.from_pretrained('{run_dir}/final')")
-        command = ["python", *sys.argv, "--model", f"{run_dir}/final", "--total-iterations", "0", "--run-name"]
-        command += [f"{run_dir.name}-score"]
+        command = ["python", *sys.argv, "--model", f"{run_dir}/final", "--total-iterations", "0", "--resume", "None"]
+        command += ["--run-name", f"{run_dir.name}-score"]
         say(f"  score {shlex.join(command)}")
         say(f"  plot  python benchmarks/plot.py {run_dir}")
     accelerator.end_training()
@@ -1461,4 +1760,5 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    with others_answer():
+        main(parse_args(), stop_on_signals())

@@ -151,7 +151,7 @@ def resumed():
     """Goes on from the checkpoint that FOLDER/resume names, or begins."""
     parts = (FOLDER / "resume").read_text().split()
     changes = {"resume": parts[1]} if len(parts) > 1 else {}
-    steps = {"total_iterations": int(parts[0]), "save_every": 1, "microbatch_tokens": 40}
+    steps = {"total_iterations": int(parts[0]), "save_every": 1, "keep_checkpoints": 9, "microbatch_tokens": 40}
     kl = {"kl_controller": "adaptive", "kl_horizon": 100.0, "lr_schedule": "constant"}
     adam = {"sgd": False, "lr": 1e-3, "critic_lr": 1e-3, "generate": None}
     record("run", **steps | ALL_TERMS | kl | adam | changes, eval_every=1, eval_dataset=str(FOLDER / "eval1.jsonl"))

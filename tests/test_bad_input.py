@@ -480,12 +480,10 @@ def test_shard_groups_of_equal_size(algo, toy_args, refusal):
     algo.check_args(toy_args(shard_group_size=2), 4)
 
 
-@only_fsdp
 def test_resume_is_not_for_evaluation(refusal, tmp_path):
     says(refusal(resume=str(tmp_path), total_iterations=0), f"--resume {tmp_path}", "--total-iterations 0")
 
 
-@only_fsdp
 @pytest.mark.parametrize("place", ["nowhere", "empty", "empty/file"])
 def test_resume_needs_a_checkpoint(refusal, tmp_path, place):
     (tmp_path / "empty").mkdir()
@@ -500,7 +498,6 @@ def checkpoint(algo, toy_args, tmp_path):
     return run_dir / "checkpoints" / "step_000001"
 
 
-@only_fsdp
 @pytest.mark.parametrize("damage", ["missing", "cut off", "no progress", "other model"])
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_lost(checkpoint, refusal, tmp_path, damage):
     metrics = checkpoint.parents[1] / "metrics.jsonl"

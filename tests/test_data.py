@@ -233,8 +233,8 @@ def test_the_printed_command_scores_what_was_saved(algo, toy_run, capsys, monkey
     run_dir, metrics = toy_run()
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  score "))
     command = f"python {algo.__name__}.py --lr 0.001 --run-name 'first one' --model {run_dir}/final"
-    own = " --resume None --shard-group-size None" if algo.__name__ == "ppo_llm_fsdp" else ""
-    assert line == f"  score {command} --total-iterations 0 --run-name {run_dir.name}-score{own}"
+    own = " --shard-group-size None" if algo.__name__ == "ppo_llm_fsdp" else ""
+    assert line == f"  score {command} --total-iterations 0 --resume None --run-name {run_dir.name}-score{own}"
     _, again = toy_run(model=f"{run_dir}/final", total_iterations=0, run_name="score")
     for name in ("eval/score", "eval/score_sampled", "eval/length_mean"):
         assert again[0][name] == metrics[-1][name]

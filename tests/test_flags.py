@@ -170,10 +170,41 @@ KL_LOSS = {"kl_loss_coef": 0.5, "kl_loss_kind": "k2"}
 ODD_PROMPTS = {"reward": lambda p: p.reward_odd}
 ONE_STEP = {"minibatch_size": 8, "ppo_epochs": 1, "total_iterations": 1}
 
+
+def make_checkpoint(paths):
+    """That of the first iteration of the base run."""
+    algo = load_script(paths.script)
+    options = {"model": paths.model, "dataset": paths.data, "reward": paths.reward, "output_dir": str(paths.folder)}
+    AcceleratorState._reset_state(True)
+    changes = {"run_name": f"{paths.script} to resume", "save_every": 1}
+    with contextlib.redirect_stdout(io.StringIO()):
+        run_dir = algo.main(algo.Args(**BASES[paths.script] | options | changes))
+    return str(run_dir / "checkpoints" / "step_000001")
+
+
+def checkpoints(run):
+    return [path.name for path in sorted(run.folder.glob("checkpoints/*"))]
+
+
 # Field: (changed value, what must hold of the base run a and the changed run b[, changes that both runs have]).
 # A value that is a function is given `paths`.
 CORRECTED = {"old_logprobs": "corrected", "top_p": 0.7}
 SHARED_CASES = {
+    "save_every": (
+        1,
+        lambda a, b: (checkpoints(a), checkpoints(b)) == ([], ["step_000001", "step_000002"]) and a.distance(b) == 0,
+    ),
+    "keep_checkpoints": (
+        1,
+        lambda a, b: (
+            (checkpoints(a), checkpoints(b)) == (["step_000001", "step_000002"], ["step_000002"]) and a.distance(b) == 0
+        ),
+        {"save_every": 1},
+    ),
+    "resume": (
+        make_checkpoint,
+        lambda a, b: b.folder.name.endswith("to resume") and b.metrics == a.metrics and a.distance(b) == 0,
+    ),
     "model": (lambda p: p.other_model, lambda a, b: a["eval/score"][0] != b["eval/score"][0] and a.distance(b) > 1),
     "dtype": (
         "bfloat16",
@@ -492,21 +523,6 @@ GRPO_CASES = {
 }
 
 
-def make_checkpoint(paths):
-    """That of the first iteration of the base run."""
-    algo = load_script("ppo_llm_fsdp")
-    options = {"model": paths.model, "dataset": paths.data, "reward": paths.reward, "output_dir": str(paths.folder)}
-    AcceleratorState._reset_state(True)
-    changes = {"run_name": "to resume", "save_every": 1}
-    with contextlib.redirect_stdout(io.StringIO()):
-        run_dir = algo.main(algo.Args(**BASES["ppo_llm_fsdp"] | options | changes))
-    return str(run_dir / "checkpoints" / "step_000001")
-
-
-def checkpoints(run):
-    return [path.name for path in sorted(run.folder.glob("checkpoints/*"))]
-
-
 # What sharding does takes several processes: test_sharding.py. Here the flags reach it.
 FSDP_CASES = {
     "rollout_params": (
@@ -517,14 +533,6 @@ FSDP_CASES = {
     "offload": (
         True,
         lambda a, b: "(host memory)" not in a.output and "(host memory)" in b.output and a.distance(b) == 0,
-    ),
-    "save_every": (
-        1,
-        lambda a, b: (checkpoints(a), checkpoints(b)) == ([], ["step_000001", "step_000002"]) and a.distance(b) == 0,
-    ),
-    "resume": (
-        make_checkpoint,
-        lambda a, b: b.folder.name == "to resume" and b.metrics == a.metrics and a.distance(b) == 0 < len(b.critic),
     ),
 }
 CASES = {"ppo_llm": SHARED_CASES | PPO_CASES, "grpo_llm": SHARED_CASES | GRPO_CASES}
@@ -539,6 +547,7 @@ def test_every_flag_has_a_case(algo):
 @pytest.mark.parametrize("algo, field", [(s, f) for s, cases in CASES.items() for f in cases], indirect=["algo"])
 def test_flag(algo, execute, paths, field):
     value, holds, shared = (*CASES[algo.__name__][field], {})[:3]
+    paths.script = algo.__name__
     shared, changed = ({k: v(paths) if callable(v) else v for k, v in d.items()} for d in (shared, {field: value}))
     base, other = execute(shared), execute(shared | changed)
     assert holds(base, other), (base.metrics, other.metrics)

@@ -197,7 +197,6 @@ def test_lora_without_peft_says_what_to_install(algo, toy_args, monkeypatch):
     refused(algo, toy_args, "pip install peft", lora_rank=4)
 
 
-@pytest.mark.parametrize("algo", ["ppo_llm_fsdp"], indirect=True)
 def test_a_checkpoint_has_what_is_trained_and_goes_on(algo, toy_args):
     flags = {"lora_rank": 4, "save_every": 1, **KL}
     run_dir = algo.main(toy_args(run_name="whole", **flags))

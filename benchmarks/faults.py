@@ -1,0 +1,215 @@
+"""What a run survives, at length: kills, a slow process, long runs. tests/test_resume.py has each at small size.
+
+    python benchmarks/faults.py kills 100        kill -9 at random moments, then --resume auto: the same weights?
+    python benchmarks/faults.py delays 6         one process 20 seconds late at random points: the same weights?
+    python benchmarks/faults.py soak 2000        2,000 iterations with everything on: memory, speed, file handles
+
+Two processes on CPU, the embedded model and small batches; the scripts take turns. Results go to
+benchmarks/results/faults/.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "faults"
+SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
+FLAGS = "--batch-size 16 --minibatch-size 8 --max-response-length 24 --total-iterations 8 --eval-every 3 --save-every 1"
+FLAGS += " --kl-controller adaptive --kl-reward-coef 0.02 --lr-schedule cosine --warmup-iterations 2"
+OWN = {"ppo_llm": "", "grpo_llm": "--group-size 4 --batch-size 8 --estimator rloo", "ppo_llm_fsdp": "--lora-rank 4"}
+
+# A reward that sleeps at random: a seed, a rank and how often are in the environment.
+SLOW = """
+import os, random, sys, time
+sys.path.insert(0, {root!r})
+import {script} as algo
+
+real, rng = algo.compute_scores, random.Random(int(os.environ["SEED"]))
+
+def compute_scores(*args):
+    if os.environ["RANK"] == os.environ["LATE"] and rng.random() < 0.3:
+        time.sleep(20)
+    return real(*args)
+
+algo.compute_scores = compute_scores
+algo.main(algo.parse_args())
+"""
+
+
+def start(script, folder, name, *flags, **environment):
+    """The launcher of a run of two processes; its console goes to a file."""
+    accelerate = str(Path(sys.executable).with_name("accelerate"))
+    command = [accelerate, "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision"]
+    command += ["no", "--dynamo_backend", "no", "--main_process_port", "0", str(script), *FLAGS.split()]
+    command += ["--eval-dataset", str(folder / "test.jsonl"), "--output-dir", str(folder), "--run-name", name, *flags]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment
+    with open(folder / f"{name}.txt", "a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+
+
+def ranks(name):
+    """Process ids of a run, without its launcher."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if name.encode() in words and b"launch" not in words:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def outcome(run_dir):
+    """Hash of every weight of final/ and best/ and of all metrics that do not depend on the clock."""
+    digest = hashlib.sha256()
+    for file in sorted(run_dir.glob("final/**/*.safetensors")) + sorted(run_dir.glob("best/**/*.safetensors")):
+        digest.update(str(file.relative_to(run_dir)).encode() + file.read_bytes())
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        digest.update(repr([m for m in metrics.items() if not re.match("time/|throughput/|memory/", m[0])]).encode())
+    return digest.hexdigest()
+
+
+def undisturbed(folder):
+    """{script: (outcome, seconds)} of runs that nobody touches."""
+    result = {}
+    for script in SCRIPTS:
+        begin = time.monotonic()
+        assert start(ROOT / f"{script}.py", folder, f"{script}-whole", *OWN[script].split()).wait() == 0, script
+        result[script] = outcome(folder / f"{script}-whole"), time.monotonic() - begin
+    return result
+
+
+def kills(count, folder):
+    """The moment is drawn between the first line of the console and the end of an undisturbed run."""
+    whole, rng, rows = undisturbed(folder), random.Random(0), []
+    for number in range(count):
+        script, victim = SCRIPTS[number % 3], ("worker", "launcher")[number % 2]
+        name, own = f"kill-{number}", OWN[script].split()
+        moment = rng.uniform(4, whole[script][1])
+        launcher = start(ROOT / f"{script}.py", folder, name, *own)
+        time.sleep(moment)
+        workers = ranks(name)
+        try:
+            os.kill(rng.choice(workers) if victim == "worker" and workers else launcher.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        launcher.wait()
+        begin = time.monotonic()
+        while ranks(name) and time.monotonic() - begin < 60:
+            time.sleep(0.05)
+        gone = time.monotonic() - begin
+        run_dir = folder / name
+        saving = bool([*run_dir.rglob(".*.tmp"), *run_dir.rglob(".*.old")])
+        lines = len((run_dir / "metrics.jsonl").read_text().splitlines()) if (run_dir / "metrics.jsonl").exists() else 0
+        finished = (run_dir / "final").exists()
+        code = start(ROOT / f"{script}.py", folder, name, "--resume", "auto", *own).wait()
+        same = code == 0 and outcome(run_dir) == whole[script][0]
+        left = [p.name for p in run_dir.rglob(".*") if p.name != ".lock"]
+        rows.append((script, victim, moment, lines, saving, finished, gone, code, same and not left))
+        print(*rows[-1], flush=True)
+        if rows[-1][-1]:
+            subprocess.run(["rm", "-r", str(run_dir)], check=True)
+    good = sum(row[-1] for row in rows)
+    when = Counter("end" if r[5] else "start" if r[3] == 0 else "saving" if r[4] else "iterations" for r in rows)
+    text = (
+        f"{good} of {count} runs ended with the weights and metrics of the undisturbed run, to the bit, after one kill "
+    )
+    text += (
+        "-9 at a random moment and `--resume auto`.\n\n| script | worker killed | launcher killed | same at the end |\n"
+    )
+    text += "| --- | --- | --- | --- |\n"
+    for script in SCRIPTS:
+        mine = [row for row in rows if row[0] == script]
+        killed = [sum(row[1] == victim for row in mine) for victim in ("worker", "launcher")]
+        text += f"| {script}.py | {killed[0]} | {killed[1]} | {sum(r[-1] for r in mine)} of {len(mine)} |\n"
+    text += f"\nKilled before the first line of metrics: {when['start']}; within the iterations: {when['iterations']}; "
+    text += f"while a checkpoint or a model was being written: {when['saving']}; when final/ was there: {when['end']}. "
+    text += f"The last process of a killed run was gone after {max(row[6] for row in rows):.1f} s at most, "
+    text += f"{statistics.median(row[6] for row in rows):.1f} s in the median.\n"
+    (RESULTS / "kills.md").write_text(text)
+    print(text)
+
+
+def delays(count, folder):
+    whole, results = undisturbed(folder), []
+    for number in range(count):
+        script = SCRIPTS[number % 3]
+        (folder / f"late_{script}.py").write_text(SLOW.format(root=str(ROOT), script=script))
+        own, environment = OWN[script].split(), {"SEED": str(number), "LATE": str(number // 3 % 2)}
+        begin = time.monotonic()
+        code = start(folder / f"late_{script}.py", folder, f"late-{number}", *own, **environment).wait()
+        seconds = time.monotonic() - begin - whole[script][1]
+        same = code == 0 and outcome(folder / f"late-{number}") == whole[script][0]
+        results.append((script, environment["LATE"], round(seconds), same))
+        print(*results[-1], flush=True)
+    text = "Runs in which one process sleeps 20 seconds at random points, against the undisturbed run.\n\n"
+    text += (
+        "| script | late process | seconds longer | same weights and metrics, to the bit |\n| --- | --- | --- | --- |\n"
+    )
+    text += "".join(f"| {a}.py | {b} | {c} | {'yes' if d else 'NO'} |\n" for a, b, c, d in results)
+    (RESULTS / "delays.md").write_text(text)
+    print(text)
+
+
+def soak(count, folder):
+    """Resident memory and open files of both ranks are looked at twice a second."""
+    flags = ["--total-iterations", str(count), "--eval-every", "20", "--save-every", "10", "--entropy-coef", "0.001"]
+    flags += ["--kl-loss-coef", "0.01", "--old-logprobs", "corrected", "--gradient-checkpointing"]
+    flags += ["--lr", "1e-5", "--critic-lr", "1e-4", "--target-kl", "1", "--dual-clip", "3", "--value-clip", "0.2"]
+    launcher, samples = start(ROOT / "ppo_llm.py", folder, "soak", *flags), []
+    metrics = folder / "soak" / "metrics.jsonl"
+    while launcher.poll() is None:
+        time.sleep(0.5)
+        try:
+            step = sum(1 for _ in open(metrics))
+            for pid in ranks("soak"):
+                status = Path(f"/proc/{pid}/status").read_text()
+                memory = int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
+                samples.append((step, memory, len(os.listdir(f"/proc/{pid}/fd"))))
+        except (OSError, TypeError):
+            continue  # it has not begun or has just ended
+    assert launcher.returncode == 0
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()][1:]
+    table = (
+        "| quarter | seconds per iteration, median | memory, MiB, mean | open files, max |\n| --- | --- | --- | --- |\n"
+    )
+    for quarter in range(4):
+        low, high = quarter * count // 4, (quarter + 1) * count // 4
+        seconds = statistics.median(m["time/iteration"] for m in lines if low < m["step"] <= high)
+        inside = [s for s in samples if low < s[0] - 1 <= high]
+        memory, files = statistics.mean(s[1] for s in inside), max(s[2] for s in inside)
+        table += f"| {quarter + 1} | {seconds:.3f} | {memory:.1f} | {files} |\n"
+    text = f"{count:,} iterations of ppo_llm.py on two processes: 16 prompts each, evaluation every 20 iterations, a "
+    text += (
+        "checkpoint every 10, adaptive KL, KL in the loss, entropy bonus, dual clip, value clip, corrected log-probs, "
+    )
+    text += "gradient checkpointing, TensorBoard. Memory and files are of one process.\n\n" + table
+    (RESULTS / "soak.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["kills", "delays", "soak"])
+    parser.add_argument("count", type=int)
+    options = parser.parse_args()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        test = (ROOT / "benchmarks" / "tiny" / "test.jsonl").read_text().splitlines(keepends=True)[:16]
+        (place / "test.jsonl").write_text("".join(test))
+        {"kills": kills, "delays": delays, "soak": soak}[options.what](options.count, place)
