@@ -9,6 +9,7 @@ benchmarks/results/faults/.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -26,9 +27,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "faults"
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
-FLAGS = "--batch-size 16 --minibatch-size 8 --max-response-length 24 --total-iterations 8 --eval-every 3 --save-every 1"
+FLAGS = "--batch-size 8 --minibatch-size 4 --max-response-length 24 --total-iterations 8 --eval-every 3 --save-every 1"
 FLAGS += " --kl-controller adaptive --kl-reward-coef 0.02 --lr-schedule cosine --warmup-iterations 2"
-OWN = {"ppo_llm": "", "grpo_llm": "--group-size 4 --batch-size 8 --estimator rloo", "ppo_llm_fsdp": "--lora-rank 4"}
+OWN = {"ppo_llm": "", "grpo_llm": "--group-size 2 --batch-size 4 --estimator rloo", "ppo_llm_fsdp": "--lora-rank 4"}
 
 # A reward that sleeps at random: a seed, a rank and how often are in the environment.
 SLOW = """
@@ -103,10 +104,8 @@ def kills(count, folder):
         launcher = start(ROOT / f"{script}.py", folder, name, *own)
         time.sleep(moment)
         workers = ranks(name)
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             os.kill(rng.choice(workers) if victim == "worker" and workers else launcher.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         launcher.wait()
         begin = time.monotonic()
         while ranks(name) and time.monotonic() - begin < 60:
@@ -175,7 +174,7 @@ def soak(count, folder):
     while launcher.poll() is None:
         time.sleep(0.5)
         try:
-            step = sum(1 for _ in open(metrics))
+            step = len(metrics.read_text().splitlines())
             for pid in ranks("soak"):
                 status = Path(f"/proc/{pid}/status").read_text()
                 memory = int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
