@@ -3,6 +3,7 @@
 python sharding_worker.py SCRIPT FOLDER FUNCTION...        RANK, WORLD_SIZE, ... in the environment make it a rank
 """
 
+import faulthandler
 import gc
 import sys
 from contextlib import contextmanager
@@ -162,6 +163,7 @@ def fails_in_evaluation():
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(280)  # the test gives up after 300 seconds: where does it hang?
     SAVED.mkdir(exist_ok=True)
     for name in sys.argv[3:]:
         globals()[name]()
