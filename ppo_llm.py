@@ -65,6 +65,7 @@ from accelerate.utils import (
     set_seed,
     tqdm,
 )
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -257,7 +258,7 @@ def leave(accelerator):
     """Closes the trackers and the process group, the last thing that a rank does.
 
     torch waits for gloo's threads while it holds the lock (GIL) that they need to let go of their last tensors
-    (pytorch issue 56297): without the pause, about one run in twenty on a busy machine never ended.
+    (pytorch issue 56297): without the pause a run that had saved everything now and then never ended.
     """
     time.sleep(0.5)
     accelerator.end_training()
@@ -1141,12 +1142,9 @@ def written_whole(path):
 
 
 def tidy(run_dir):
-    """Removes what a killed run has left unfinished."""
-    for old in list(run_dir.rglob(".*.old")):  # killed between two renames, the old one may be the only whole one
-        whole = old.with_name(old.name[1:-4])
-        remove(old) if whole.exists() else old.rename(whole)
-    for temporary in list(run_dir.rglob(".*.tmp")):
-        remove(temporary)
+    """Removes what a killed run has left half written; a best/ that is lost with it is made again, as it was."""
+    for path in [*run_dir.rglob(".*.tmp"), *run_dir.rglob(".*.old")]:
+        remove(path)
 
 
 def lock(run_dir):
@@ -1194,16 +1192,22 @@ def checkpoint_errors():
         raise next(iter(error.failures.values()))[0] from None
 
 
+def digest(value):
+    """Fingerprint of what can be written as JSON."""
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
+
+
 def save_checkpoint(path, trainees, about, keep, accelerator):
     """Each rank writes its part as safetensors, rank 0 the dictionary `about` as JSON; the newest `keep` stay."""
     with written_whole(path) if accelerator.is_main_process else nullcontext() as folder:
         folder = broadcast_object_list([folder])[0]
         with checkpoint_errors():
             writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            dcp.save(trained_state(trainees), storage_writer=writer)
+            dcp.save(trained_state(trainees), storage_writer=writer, no_dist=not dist.is_initialized())
         if accelerator.is_main_process:
             files = sorted(file.name for file in folder.iterdir())
-            (folder / "progress.json").write_text(json.dumps(about | {"files": files}) + "\n")
+            about = about | {"files": files}
+            (folder / "progress.json").write_text(json.dumps({"sha256": digest(about)} | about) + "\n")
     if accelerator.is_main_process:
         for old in sorted(path.parent.glob("step_*"))[:-keep]:
             remove(old)
@@ -1216,10 +1220,12 @@ def read_progress(path, record, data):
     """
     with blamed_on(f"--resume {path}: its progress.json is damaged"):
         about = json.loads((path / "progress.json").read_text())
-        reached, saved, files = (about[key] for key in ("reached", "record", "files"))
-        last = reached["next_iteration"] - 1
-    if missing := [name for name in files if not (path / name).is_file()]:
-        raise UserError(f"--resume {path}: its file {missing[0]} is missing")  # the reader would leave a hole
+        if about.pop("sha256") != digest(about):
+            raise ValueError("not as it was written")
+    reached, saved, last = about["reached"], about["record"], about["reached"]["next_iteration"] - 1
+    for name in about["files"]:  # of a missing one the reader would leave a hole
+        with blamed_on(f"--resume {path}: its file {name} is missing or damaged"), safe_open(path / name, "pt"):
+            pass
     own = {"resume", "output_dir", "run_name"}
     changed = {name: value for name, value in record.items() if value != saved.get(name) and name not in own}
     for name in changed:
@@ -1237,7 +1243,8 @@ def read_progress(path, record, data):
 def load_checkpoint(path, trainees):
     """Reads a checkpoint, written by any number of processes, into the models and optimizers."""
     with checkpoint_errors():
-        dcp.load(trained_state(trainees), storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+        reader = dcp.HuggingFaceStorageReader(str(path))
+        dcp.load(trained_state(trainees), storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def save_completions(path, completions, accelerator):
@@ -1377,8 +1384,7 @@ def main(args: Args, stop=None):
             what = f"the longest prompt and --max-response-length {args.max_response_length} are {longest} tokens"
             raise UserError(f"{what}, --model {args.model} has {limit} positions: lower it or --max-prompt-length")
         record = asdict(args) | {"num_processes": world_size}
-        data = [[(row["input_ids"], row["answer"]) for row in rows] for rows in (train_rows, eval_rows)]
-        data = hashlib.sha256(repr(data).encode()).hexdigest()
+        data = digest([[(row["input_ids"], row["answer"]) for row in rows] for rows in (train_rows, eval_rows)])
         reached = {"next_iteration": 0, "num_drawn": 0, "best_score": -math.inf, "kl_coef": args.kl_reward_coef}
         reached, changes = (reached, []) if resumed_from is None else read_progress(resumed_from, record, data)
     eos_ids = collect_eos_ids(model, tokenizer)

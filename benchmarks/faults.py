@@ -3,6 +3,7 @@
     python benchmarks/faults.py kills 100        kill -9 at random moments, then --resume auto: the same weights?
     python benchmarks/faults.py delays 6         one process 20 seconds late at random points: the same weights?
     python benchmarks/faults.py soak 2000        2,000 iterations with everything on: memory, speed, file handles
+    python benchmarks/faults.py inputs 300       malformed data, models, tokenizers, flags, checkpoints: one sentence?
 
 Two processes on CPU, the embedded model and small batches; the scripts take turns. Results go to
 benchmarks/results/faults/.
@@ -15,6 +16,8 @@ import json
 import os
 import random
 import re
+import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -201,9 +204,132 @@ def soak(count, folder):
     print(text)
 
 
+def spoil_value(value, rng):
+    """JSON with something in it replaced by what is not expected there."""
+    if isinstance(value, dict | list) and value and rng.random() < 0.9:
+        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        value[key] = spoil_value(value[key], rng)
+        return value
+    nested = []
+    for _ in range(500):
+        nested = [nested]
+    return rng.choice(
+        [None, -1, 0, 1e300, True, "", "x", "\0", "\u202e\U0001f9ea", "9" * 100_000, [], {}, [None], nested]
+    )
+
+
+def spoil(file, rng):
+    """Damages a file in one of many ways; says which."""
+    data, ways = (
+        file.read_bytes(),
+        ["cut", "bytes", "nul", "utf-16", "latin-1", "empty", "not json", "twice", "garbage"],
+    )
+    ways += ["value"] * 8 * (file.suffix in (".json", ".jsonl"))
+    way, place = rng.choice(ways), rng.randrange(len(data))
+    if way == "value":
+        lines = data.decode().splitlines() if file.suffix == ".jsonl" else [data.decode()]
+        index = rng.randrange(len(lines))
+        lines[index] = json.dumps(spoil_value(json.loads(lines[index]), rng))
+        file.write_text("\n".join(lines) + "\n")
+    else:
+        flipped = bytearray(data)
+        for _ in range(20):
+            flipped[rng.randrange(len(data))] = rng.randrange(256)
+        if way in ("utf-16", "latin-1"):
+            data = (data.decode("utf-8", "replace") + "\u00e9").encode(way, "replace")
+        changed = {"cut": data[:place], "bytes": bytes(flipped), "nul": data[:place] + b"\0" * 9 + data[place:]}
+        changed |= {"empty": b"", "not json": b"hello " * 999, "twice": data + data, "garbage": rng.randbytes(5000)}
+        file.write_bytes(changed.get(way, data))
+    return f"{file.name} {way}"
+
+
+BAD_FLAGS = """--lr nan|--lr x|--lr -1|--batch-size 0|--batch-size 7|--batch-size 1e3|--minibatch-size 3|--seed -1
+--gamma 2|--reward nowhere.py:f|--reward x|--prompt-template none|--run-name ../../x|--run-name a/b|--model ''
+--model /dev/null|--model \U0001f9ea|--dataset ''|--dataset /|--dataset /dev/zero.jsonl|--eval-dataset no.csv
+--max-prompt-length 1|--max-response-length 99999|--kl-controller adaptive --kl-reward-coef 0|--temperature 0
+--resume nowhere|--resume auto|--resume ''|--resume /|--chat-template nowhere|--reward-model nowhere|--lora-rank -2
+--answer-column no|--track x|--output-dir /dev/null|--keep-checkpoints 0|--resume \u202e|--dtype float8|--unknown 3
+--prompt-column no|--top-p 0|--clip-low inf"""
+BAD_FLAGS = re.split(r"[|\n]", BAD_FLAGS)
+
+
+def one_input(number, folder):
+    """Prepares case `number`: (what is wrong, script, flags). Every case has a folder of its own."""
+    rng = random.Random(number)
+    script, tiny = SCRIPTS[number % 3], ROOT / "benchmarks" / "tiny"
+    shutil.copytree(tiny / "model", folder / "model")
+    lines = (tiny / "train.jsonl").read_text().splitlines(keepends=True)[:40]
+    (folder / "train.jsonl").write_text("".join(lines))
+    flags = f"--model {folder}/model --dataset {folder}/train.jsonl --batch-size 4 --minibatch-size 4 --group-size 2"
+    flags += f" --max-response-length 4 --total-iterations 1 --eval-every 0 --output-dir {folder}/runs --run-name run"
+    flags, kind = flags.split(), ("dataset", "model", "tokenizer", "flags", "checkpoint")[number % 5]
+    if kind == "dataset":
+        what = spoil(folder / "train.jsonl", rng)
+        if rng.random() < 0.3:
+            other = folder / f"train{rng.choice(['.parquet', '.csv', '.json'])}"
+            (folder / "train.jsonl").rename(other)
+            flags[3], what = str(other), f"{what}, named {other.name}"
+    elif kind == "model":
+        what = spoil(folder / "model" / rng.choice(["config.json"] * 3 + ["model.safetensors"]), rng)
+    elif kind == "tokenizer":
+        what = spoil(folder / "model" / rng.choice(["tokenizer.json", "tokenizer_config.json"]), rng)
+    elif kind == "flags":
+        what = rng.choice(BAD_FLAGS)
+        flags += ["" if word == "''" else word for word in what.split()]
+    else:
+        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {script} as a; a.main(a.parse_args())"
+        command = [sys.executable, "-c", code, *flags, "--save-every", "1"]
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        place = folder / "runs" / "run" / "checkpoints" / "step_000001"
+        what = spoil(rng.choice(sorted(place.iterdir())), rng)
+        flags += ["--resume", str(place), "--total-iterations", "2"]
+    return what, script, flags
+
+
+def inputs(count, folder):
+    """Each case in a process of its own, with a limit on memory and time."""
+    results, limits = [], lambda: resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+    for number in range(count):
+        case = folder / str(number)
+        case.mkdir()
+        what, script, flags = one_input(number, case)
+        before = sorted(path.name for path in (case / "runs" / "run").glob("*"))
+        command = [sys.executable, str(ROOT / f"{script}.py"), *flags]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        options = {"capture_output": True, "text": True, "errors": "replace", "env": env, "preexec_fn": limits}
+        try:
+            run = subprocess.run(command, timeout=120, **options)
+            said = run.stderr.strip().splitlines() or [""]
+            sentence = [line for line in said if line.startswith("error: ")] or [
+                x for x in said if "Parsing error" in x
+            ]
+            sentence += [line for line in said if "nrecognized" in line or "equired" in line]
+            left = sorted(path.name for path in (case / "runs" / "run").glob("*")) if run.returncode else before
+            verdict = "still valid" if run.returncode == 0 else "refused" if sentence else "TRACEBACK"
+            if "Traceback" in run.stderr:
+                verdict = "TRACEBACK"
+            if verdict == "refused" and left != before:
+                verdict = "HALF-WRITTEN"
+        except subprocess.TimeoutExpired:
+            verdict, said, sentence = "HANG", [""], []
+        results.append((number % 5, verdict))
+        print(number, script, verdict, repr(what), "|", (sentence or said[-1:])[0][:200], flush=True)
+        shutil.rmtree(case)
+    text = (
+        "| damaged | cases | refused in one sentence | still valid, run | traceback, hang or half a folder |\n| --- |"
+    )
+    text += " --- | --- | --- | --- |\n"
+    for kind, name in enumerate(("dataset", "model", "tokenizer", "flags", "checkpoint")):
+        mine = [verdict for k, verdict in results if k == kind]
+        refused, valid = mine.count("refused"), mine.count("still valid")
+        text += f"| {name} | {len(mine)} | {refused} | {valid} | {len(mine) - refused - valid} |\n"
+    (RESULTS / "inputs.md").write_text(text)
+    print(text)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kills", "delays", "soak"])
+    parser.add_argument("what", choices=["kills", "delays", "soak", "inputs"])
     parser.add_argument("count", type=int)
     options = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -211,4 +337,4 @@ if __name__ == "__main__":
         place = Path(temporary)
         test = (ROOT / "benchmarks" / "tiny" / "test.jsonl").read_text().splitlines(keepends=True)[:16]
         (place / "test.jsonl").write_text("".join(test))
-        {"kills": kills, "delays": delays, "soak": soak}[options.what](options.count, place)
+        {"kills": kills, "delays": delays, "soak": soak, "inputs": inputs}[options.what](options.count, place)

@@ -512,5 +512,6 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_lost(checkpoint, refusal
     else:
         changes = {"model": make_model(tmp_path / "m", hidden_size=16)}
     message = refusal(resume=str(checkpoint), **changes)
-    says(message, file.name if damage == "missing" else f"--resume {checkpoint}: ")
+    blamed = {"missing": file.name, "cut off": file.name, "no progress": f"--resume {checkpoint}: "}
+    says(message, blamed.get(damage, "--model: it was "))
     assert metrics.read_text() == before and (checkpoint.parents[1] / "final").is_dir()

@@ -388,7 +388,7 @@ def test_run_folder(algo, toy_run):
     assert names == {f"eval_{i:06d}.jsonl" for i in (0, 1, 2)} | {f"step_{i:06d}.jsonl" for i in (1, 2)}
     rows = read_rows(run_dir / "completions" / "step_000001.jsonl")
     assert len(rows) == 16 and all(set(r) == {"query", "response", "score", "kl", "truncated"} for r in rows)
-    assert not [path for path in run_dir.rglob("*") if path.name.startswith(".")]  # nothing half written is left
+    assert [p.name for p in run_dir.rglob(".*")] == [".lock"]  # nothing half written is left
 
 
 def test_metric_names(algo, toy_run):

@@ -198,7 +198,7 @@ def test_lora_without_peft_says_what_to_install(algo, toy_args, monkeypatch):
 
 
 def test_a_checkpoint_has_what_is_trained_and_goes_on(algo, toy_args):
-    flags = {"lora_rank": 4, "save_every": 1, **KL}
+    flags = {"lora_rank": 4, "save_every": 1, "keep_checkpoints": 9, **KL}
     run_dir = algo.main(toy_args(run_name="whole", **flags))
     names = [
         name for file in (run_dir / "checkpoints" / "step_000001").glob("*.safetensors") for name in load_file(file)

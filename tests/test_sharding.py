@@ -356,7 +356,7 @@ def test_a_hole_in_a_checkpoint_is_seen(resumed, fsdp, tmp_path):
     copy = shutil.copytree(whole / "checkpoints" / "step_000001", tmp_path / "step_000001")
     (first, _) = sorted(copy.glob("shard-*"))
     first.unlink()
-    with pytest.raises(fsdp.UserError, match=f"its file {first.name} is missing"):
+    with pytest.raises(fsdp.UserError, match=f"its file {first.name} is missing or damaged"):
         fsdp.read_progress(copy, {}, "")
 
 
