@@ -83,13 +83,25 @@ def message(main, capsys):
 # --- resuming --------------------------------------------------------------------------------------------------------
 
 
+NOISY_REWARD = """
+import random
+import numpy, torch
+
+def noisy(prompts, responses, answers):
+    luck = random.random() + numpy.random.rand() + torch.rand(1).item()
+    return [luck + sum(c < "m" for c in r) / max(1, len(r)) + random.random() for r in responses]
+"""
+
+
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_resumed_run_is_the_unbroken_one(main, tmp_path, lora_rank):
-    """In every metric and weight, bit by bit; from inside an epoch, its end, and before the first iteration."""
-    whole = main(run_name="whole", lora_rank=lora_rank)
+    """In every metric and weight, bit by bit, from inside an epoch and its end; with a reward that draws numbers."""
+    (tmp_path / "noisy.py").write_text(NOISY_REWARD)
+    flags = {"lora_rank": lora_rank, "reward": f"{tmp_path}/noisy.py:noisy"}
+    whole = main(run_name="whole", **flags)
     for step in (1, 2, 3, 5):
         checkpoint = cut_back(whole, tmp_path / "runs" / f"from{step}", step)
-        assert main(resume=str(checkpoint), lora_rank=lora_rank) == checkpoint.parents[1]
+        assert main(resume=str(checkpoint), **flags) == checkpoint.parents[1]
         assert_same_run(whole, checkpoint.parents[1])
 
 
