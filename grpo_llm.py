@@ -1348,11 +1348,12 @@ def main(args: Args, stop=None):
     script = Path(__file__)
     run_name = args.run_name or f"{script.stem}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(args.output_dir) / broadcast_object_list([run_name])[0]
-    run_dir = Path(args.resume).absolute().parents[1] if args.resume not in (None, "auto") else run_dir
 
     # Everything that can be wrong with the input is found here, the cheap checks first.
     with errors_agreed(accelerator):
         check_args(args, world_size)
+        resumed_from = Path(args.resume).absolute() if args.resume not in (None, "auto") else None
+        run_dir = resumed_from.parents[1] if resumed_from else run_dir
         set_seed(args.seed)  # our own draws have their own streams; this is for reward files
         if run_dir.exists() and args.resume is None:
             raise UserError(f"the run folder {run_dir} exists; choose another --run-name, or --resume auto")
@@ -1361,7 +1362,6 @@ def main(args: Args, stop=None):
             if held is not None:
                 tidy(run_dir)
     with errors_agreed(accelerator):
-        resumed_from = Path(args.resume).absolute() if args.resume not in (None, "auto") else None
         if args.resume == "auto":
             resumed_from = max((run_dir / "checkpoints").glob("step_*"), default=None)
             if resumed_from is None and (run_dir / "final").exists():

@@ -484,11 +484,12 @@ def test_resume_is_not_for_evaluation(refusal, tmp_path):
     says(refusal(resume=str(tmp_path), total_iterations=0), f"--resume {tmp_path}", "--total-iterations 0")
 
 
-@pytest.mark.parametrize("place", ["nowhere", "empty", "empty/file"])
+@pytest.mark.parametrize("place", ["nowhere", "empty", "empty/file", "/", ""])
 def test_resume_needs_a_checkpoint(refusal, tmp_path, place):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "file").write_text("")
-    says(refusal(resume=str(tmp_path / place)), f"--resume {tmp_path / place}: no checkpoint", "checkpoints/step_")
+    place = str(tmp_path / place) if place.strip("/") else place
+    says(refusal(resume=place), f"--resume {place}: no checkpoint", "checkpoints/step_")
 
 
 @pytest.fixture
