@@ -242,7 +242,7 @@ def leave(accelerator):
     """Closes the trackers and the process group, the last thing that a rank does.
 
     torch waits for gloo's threads while it holds the lock (GIL) that they need to let go of their last tensors
-    (pytorch issue 56297): without the pause, about one run in twenty on a busy machine never ended.
+    (pytorch issue 56297): without the pause a run that had saved everything now and then never ended.
     """
     time.sleep(0.5)
     accelerator.end_training()
