@@ -742,7 +742,7 @@ class RewardModel:
         if max(lengths) > limit:
             raise UserError(f"--reward-model: it has {limit} positions, prompt and response are {max(lengths)} tokens")
         order = sorted(range(len(texts)), key=lengths.__getitem__)  # similar lengths together
-        # Decoders find the last token of a row by the padding behind it; without they take rows one by one.
+        # Decoders find the last token of a row by the padding behind it; without padding, rows go one by one.
         pads = self.tokenizer.pad_token_id, self.pipeline.model.config.pad_token_id
         size = 16 if pads[0] is not None and pads[0] == pads[1] else 1
         options = {"function_to_apply": "none", "add_special_tokens": not use_chat, "batch_size": size}
