@@ -29,6 +29,7 @@ import hashlib
 import inspect
 import json
 import math
+import mmap
 import os
 import re
 import resource
@@ -60,7 +61,6 @@ import transformers
 import tyro
 from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import broadcast_object_list, gather_object, get_max_memory, set_seed, tqdm
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -1292,9 +1292,12 @@ def checkpoint_errors():
         raise next(iter(error.failures.values()))[0] from None
 
 
-def digest(value):
-    """Fingerprint of what can be written as JSON."""
-    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
+def digest(x):
+    """Fingerprint of a file, or of what can be written as JSON."""
+    if not isinstance(x, Path):
+        return hashlib.sha256(json.dumps(x, default=str).encode()).hexdigest()
+    with open(x, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return hashlib.sha256(content).hexdigest()
 
 
 def save_checkpoint(path, trainees, about, keep, accelerator):
@@ -1304,16 +1307,17 @@ def save_checkpoint(path, trainees, about, keep, accelerator):
         with checkpoint_errors():
             writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
             dcp.save(trained_state(trainees), storage_writer=writer, no_dist=not dist.is_initialized())
+        names = sorted(os.listdir(folder))[accelerator.process_index :: accelerator.num_processes]
+        digests = gather_object([(name, digest(Path(folder, name))) for name in names])
         if accelerator.is_main_process:
-            files = sorted(file.name for file in folder.iterdir())
-            about = about | {"files": files}
+            about = about | {"files": dict(digests)}
             (folder / "progress.json").write_text(json.dumps({"sha256": digest(about)} | about) + "\n")
     if accelerator.is_main_process:
         for old in sorted(path.parent.glob("step_*"))[:-keep]:
             remove(old)
 
 
-def read_progress(path, record, data):
+def read_progress(path, record, data, accelerator):
     """How far the run had come, and a list of the flags in `record` that have changed since.
 
     Raises UserError where the run would not go on as the one that it was: data, or flags that made the weights.
@@ -1323,9 +1327,11 @@ def read_progress(path, record, data):
         if about.pop("sha256") != digest(about):
             raise ValueError("not as it was written")
     reached, saved, last = about["reached"], about["record"], about["reached"]["next_iteration"] - 1
-    for name in about["files"]:  # of a missing one the reader would leave a hole
-        with blamed_on(f"--resume {path}: its file {name} is missing or damaged"), safe_open(path / name, "pt"):
-            pass
+    names = sorted(about["files"])[accelerator.process_index :: accelerator.num_processes]
+    for name in names:  # of a missing file the reader would leave a hole, a changed one it would take
+        with blamed_on(f"--resume {path}: its file {name} is missing or damaged"):
+            if digest(path / name) != about["files"][name]:
+                raise ValueError("not as it was written")
     own = {"resume", "output_dir", "run_name"}
     changed = {name: value for name, value in record.items() if value != saved.get(name) and name not in own}
     for name in changed:
@@ -1484,7 +1490,9 @@ def main(args: Args, stop=None):
         record = asdict(args) | {"num_processes": world_size}
         data = digest([[(row["input_ids"], row["answer"]) for row in rows] for rows in (train_rows, eval_rows)])
         reached = {"next_iteration": 0, "num_drawn": 0, "best_score": -math.inf, "kl_coef": args.kl_reward_coef}
-        reached, changes = (reached, []) if resumed_from is None else read_progress(resumed_from, record, data)
+        changes = []
+        if resumed_from is not None:
+            reached, changes = read_progress(resumed_from, record, data, accelerator)
     eos_ids = broadcast_object_list([collect_eos_ids(model, tokenizer)])[0]  # rank 0 has read the generation config
     # The pad id only fills: masks say what counts.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

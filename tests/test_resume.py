@@ -209,6 +209,22 @@ def test_bad_ways_to_resume(main, message):
     assert (run_dir / "checkpoints" / "step_000003" / "progress.json").exists()
 
 
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "gone"])
+def test_a_damaged_checkpoint_is_refused(main, message, damage):
+    """A flipped bit, too: it would be a weight like any other."""
+    run_dir = main(run_name="run", total_iterations=2)
+    (shard,) = (run_dir / "checkpoints" / "step_000002").glob("shard-*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-1000] ^= 4
+    if damage == "gone":
+        shard.unlink()
+    else:
+        shard.write_bytes({"flipped": data, "cut": data[:-1000], "empty": b""}[damage])
+    before = sorted((p, p.stat().st_mtime_ns) for p in run_dir.rglob("[!.]*"))
+    assert f"its file {shard.name} is missing or damaged" in message(run_name="run", resume="auto")
+    assert sorted((p, p.stat().st_mtime_ns) for p in run_dir.rglob("[!.]*")) == before
+
+
 def test_a_checkpoint_is_safetensors_and_json(main):
     run_dir = main(run_name="run", total_iterations=2, keep_checkpoints=1)
     (path,) = (run_dir / "checkpoints").iterdir()

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import ROOT, load_script, make_model, read_metrics, toy_rows, write_rows
 from safetensors.torch import load_file
 from test_ranks import REWARDS, UNLIKE, assert_close, largest_difference
@@ -357,7 +358,7 @@ def test_a_hole_in_a_checkpoint_is_seen(resumed, fsdp, tmp_path):
     (first, _) = sorted(copy.glob("shard-*"))
     first.unlink()
     with pytest.raises(fsdp.UserError, match=f"its file {first.name} is missing or damaged"):
-        fsdp.read_progress(copy, {}, "")
+        fsdp.read_progress(copy, {}, "", Accelerator(cpu=True))
 
 
 def test_a_checkpoint_holds_safetensors_and_json_only(resumed):
