@@ -651,14 +651,60 @@ def load_causal_lm(name, lora_rank=0):
     return model
 
 
-def response_states(backbone, input_ids, attention_mask, num_response_tokens):
+def join_groups(input_ids, attention_mask, position_ids, num_response_tokens, group_size):
+    """Every group_size rows answer one prompt and become one sequence without padding: prompt, response, response ...
+
+    A response sees the prompt and itself, and counts its positions from the prompt, so that to the model nothing has
+    changed. Returns the model's inputs, (N,S) and a mask (N,1,S,S), and for each response token (B,T) the index
+    (sequence, position) of the token before it.
+    """
+    num_rows, num_prompt_tokens = len(input_ids), input_ids.shape[1] - num_response_tokens
+    number = torch.arange(num_rows, device=input_ids.device)[:, None]  # (B,1)
+
+    def join(x):  # (B,P+T) -> (N,P+group_size*T)
+        responses = x[:, num_prompt_tokens:].reshape(-1, group_size * num_response_tokens)
+        return torch.cat([x[::group_size, :num_prompt_tokens], responses], 1)
+
+    owner = (number % group_size + 1).repeat(1, input_ids.shape[1])  # which response of its group a token is of
+    owner[:, :num_prompt_tokens] = 0  # the prompt is of all
+    valid = join(attention_mask).bool()
+    order = valid.sort(dim=1, descending=True, stable=True).indices[
+        :, : int(valid.sum(1).max())
+    ]  # padding is last, cut
+    input_ids, position_ids, owner = (join(x).gather(1, order) for x in (input_ids, position_ids, owner))  # (N,S)
+    sees = (owner[:, None, :] == 0) | (owner[:, None, :] == owner[:, :, None])  # (N,S,S): query, key
+    sees = sees.tril() & valid.gather(1, order)[:, None, :]
+    inputs = {"input_ids": input_ids, "attention_mask": sees[:, None], "position_ids": position_ids}
+    places = (valid.cumsum(1) - 1).clamp(min=0)  # where each token has gone
+    prompt_end = places[:, num_prompt_tokens - 1].repeat_interleave(group_size)[:, None]
+    places = torch.cat([prompt_end, places[:, num_prompt_tokens:].reshape(num_rows, -1)[:, :-1]], 1)  # (B,T)
+    return inputs, (number // group_size, places)
+
+
+def response_states(backbone, input_ids, attention_mask, num_response_tokens, group_size=1):
     """Hidden states (B,T,H) from which the last T tokens are predicted. Padding may be anywhere.
 
-    The one shift: the state at position t knows the tokens up to t and predicts token t+1.
+    The one shift: the state at position t knows the tokens up to t and predicts token t+1. With group_size > 1 the
+    prompt that so many rows share goes through the backbone once.
     """
     position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-    return backbone(**inputs, use_cache=False).last_hidden_state[:, -num_response_tokens - 1 : -1]
+    before = slice(None), slice(-num_response_tokens - 1, -1)
+    if group_size > 1:
+        inputs, before = join_groups(**inputs, num_response_tokens=num_response_tokens, group_size=group_size)
+    return backbone(**inputs, use_cache=False).last_hidden_state[before]
+
+
+def can_join(model):
+    """Whether the model gives the same in the joined form; not with attention in windows, for example."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
+        return False
+    probe = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 4, 3, 2]], device=model.device)
+    with torch.no_grad():
+        alone, joined = (response_states(model.base_model, probe, torch.ones_like(probe), 3, size) for size in (1, 2))
+    return bool((alone - joined).abs().max() < 1e-4 * alone.abs().max())
 
 
 class Policy(nn.Module):
@@ -670,30 +716,33 @@ class Policy(nn.Module):
         self.entropy_needs_grad = entropy_needs_grad
         self.chunk_elements = 2**26  # logits held at a time: 256 MiB in fp32
 
-    def forward(self, input_ids, attention_mask, num_response_tokens, temperature):
+    def forward(self, input_ids, attention_mask, num_response_tokens, temperature, group_size=1):
         """input_ids, attention_mask (B,L) -> logprobs, entropy (B,T) in fp32 of the last T = num_response_tokens.
 
-        What is returned for padding is meaningless; the caller masks it.
+        0 on padding. group_size: so many rows at a time answer one prompt, see `join_groups`.
         """
-        hidden = response_states(self.model.base_model, input_ids, attention_mask, num_response_tokens)  # (B,T,H)
-        labels = input_ids[:, -num_response_tokens:]  # (B,T)
+        task = input_ids, attention_mask, num_response_tokens, group_size
+        hidden = response_states(self.model.base_model, *task)  # (B,T,H)
+        valid = attention_mask[:, -num_response_tokens:].bool()  # (B,T)
+        hidden, labels = hidden[valid], input_ids[:, -num_response_tokens:][valid]  # (n,H), (n,): no logits of padding
         head = self.model.get_output_embeddings()
 
         def chunk_forward(hidden, labels):
-            logits = head(hidden).float() / temperature  # (b,T,V): exists for a few rows only, never leaves
+            logits = head(hidden).float() / temperature  # (n,V): exists for some tokens only, never leaves
             all_logprobs = logits.log_softmax(-1)
             logprobs = all_logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
             with nullcontext() if self.entropy_needs_grad else torch.no_grad():
                 entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
             return logprobs, entropy
 
-        rows = max(1, self.chunk_elements // (num_response_tokens * self.model.config.vocab_size))
-        if rows >= len(labels):
-            return chunk_forward(hidden, labels)
-        # Several chunks: their logits are recomputed in the backward pass instead of kept.
-        chunks = zip(hidden.split(rows), labels.split(rows))
-        parts = [checkpoint(chunk_forward, h, y, use_reentrant=False) for h, y in chunks]
-        return tuple(torch.cat(part) for part in zip(*parts))
+        size = max(1, self.chunk_elements // self.model.config.vocab_size)
+        if size >= len(labels):
+            results = chunk_forward(hidden, labels)
+        else:  # several chunks: their logits are recomputed in the backward pass instead of kept
+            chunks = zip(hidden.split(size), labels.split(size))
+            parts = [checkpoint(chunk_forward, h, y, use_reentrant=False) for h, y in chunks]
+            results = (torch.cat(part) for part in zip(*parts))
+        return tuple(torch.zeros(valid.shape, device=x.device).masked_scatter(valid, x) for x in results)
 
 
 class RewardModel:
@@ -1014,32 +1063,56 @@ class MicroBatch(NamedTuple):
 
     at: tuple  # (rows (b,), slice of t response columns)
     inputs: tuple  # input_ids (b,p+t), attention_mask (b,p+t), t
+    group_size: int  # so many rows at a time become one sequence, see join_groups
 
 
-def pack(queries, query_mask, responses, response_mask, rows, max_tokens):
-    """Deals `rows` out to micro-batches of at most max_tokens padded tokens (at least one row each), longest first.
+def best_join(query_mask, response_mask, group_size, max_tokens, hidden_size):
+    """How many responses to one prompt should share a sequence: the divisor of group_size with the least work.
 
-    Columns that are padding in all rows of a micro-batch are cut off. Made once per iteration and used by every pass:
-    log-probs change by about 5e-6 with the padding, and the ratio of an unchanged policy must be exactly 1.
+    A token costs 24*hidden_size^2 operations in the linear parts of a layer, and 4*hidden_size in attention for every
+    token of its sequence: as 6*hidden_size to the length. So long responses to short prompts stay apart. Every rank
+    must call it.
     """
-    lengths = list(zip(query_mask.sum(1).tolist(), response_mask.sum(1).tolist()))
+    prompts, responses = query_mask.sum(1), response_mask.sum(1)
+    works, sizes = [], [size for size in range(1, group_size + 1) if group_size % size == 0]
+    for size in sizes:
+        lengths = prompts[::size] + responses.view(-1, size).sum(1)
+        fits = size == 1 or lengths.max() <= max_tokens
+        works.append((lengths * (6 * hidden_size + lengths)).sum().item() if fits else math.inf)
+    works = all_reduce(torch.tensor(works, device=query_mask.device, dtype=torch.float64)).tolist()
+    return min(zip(works, sizes))[1]
+
+
+def pack(queries, query_mask, responses, response_mask, rows, max_tokens, group_size=1):
+    """Deals `rows` out to micro-batches of at most max_tokens padded tokens (or one sequence), longest first.
+
+    Every group_size of them answer one prompt and are one sequence. Columns that are padding in all rows of a
+    micro-batch are cut off. Made once per iteration and used by every pass: log-probs change by about 5e-6 with the
+    padding, and the ratio of an unchanged policy must be exactly 1.
+    """
+    prompts, answers = query_mask.sum(1).tolist(), response_mask.sum(1).tolist()
+    sequences = []  # (tokens of prompt and response, or 0 and all tokens of a group), rows
+    for i in range(0, len(rows), group_size):
+        group = list(rows[i : i + group_size])
+        joined = 0, prompts[group[0]] + sum(answers[row] for row in group)
+        sequences.append((joined if group_size > 1 else (prompts[group[0]], answers[group[0]]), group))
     parts, widths = [], (0, 0)
-    for row in sorted(rows, key=lambda i: (-sum(lengths[i]), i)):
-        wider = tuple(map(max, widths, lengths[row]))
-        if parts and (len(parts[-1]) + 1) * sum(wider) <= max_tokens:
-            parts[-1].append(row)
+    for lengths, group in sorted(sequences, key=lambda sequence: (-sum(sequence[0]), sequence[1])):
+        wider = tuple(map(max, widths, lengths))
+        if parts and (len(parts[-1]) // group_size + 1) * sum(wider) <= max_tokens:
+            parts[-1] += group
             widths = wider
         else:
-            parts.append([row])
-            widths = lengths[row]
+            parts.append(group)
+            widths = lengths
     microbatches = []
     for part in parts:  # at least one column: rows without a valid token take part as well
-        p, t = (max(1, *column) for column in zip(*(lengths[i] for i in part)))
+        p, t = max(1, *(prompts[row] for row in part)), max(1, *(answers[row] for row in part))
         index = torch.tensor(part, device=queries.device)
         prompt, response = (index, slice(queries.shape[1] - p, None)), (index, slice(t))
         input_ids = torch.cat([queries[prompt], responses[response]], 1)
         attention_mask = torch.cat([query_mask[prompt], response_mask[response]], 1).long()
-        microbatches.append(MicroBatch(response, (input_ids, attention_mask, t)))
+        microbatches.append(MicroBatch(response, (input_ids, attention_mask, t), group_size))
     return microbatches
 
 
@@ -1048,7 +1121,7 @@ def forward_all(model, minibatches, response_mask, *extra):
     """What the model says of each token (a Policy: log-probs) for every micro-batch, as one (B,T); 0 if masked."""
     result = torch.zeros(response_mask.shape, device=response_mask.device)
     for mb in (mb for microbatches in minibatches for mb in microbatches):
-        output = model(*mb.inputs, *extra)
+        output = model(*mb.inputs, *extra, group_size=mb.group_size)
         result[mb.at] = output[0] if isinstance(output, tuple) else output
     return torch.where(response_mask, result, 0)
 
@@ -1408,6 +1481,7 @@ def main(args: Args, stop=None):
         if resumed_from is not None:
             reached, changes = read_progress(resumed_from, record, data, accelerator)
     eos_ids = collect_eos_ids(model, tokenizer)
+    hidden_size, joins = model.config.get_text_config().hidden_size, args.group_size > 1 and can_join(model)
     # The pad id only fills: masks say what counts.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
@@ -1482,6 +1556,8 @@ def main(args: Args, stop=None):
     say(f" x {args.ppo_epochs} epoch(s) = {num_steps} optimizer steps per iteration")
     if num_steps == 1 and args.old_logprobs != "rollout":
         say("  note       one minibatch, one epoch: the ratio is always 1 and clipping cannot fire")
+    if args.group_size > 1 and not joins:
+        say("  note       attention of this kind of model: a prompt is computed anew for each of its responses")
     if args.top_p < 1 or args.top_k > 0:
         say("  warning    top-p/top-k truncate what is sampled but not the log-probs: ratio or KL are biased")
     if args.kl_reward_coef > 0 and args.estimator == "grpo":
@@ -1601,7 +1677,9 @@ def main(args: Args, stop=None):
                 lengths = response_mask.sum(1)  # (B,)
                 tokens = queries, query_mask, responses, response_mask
                 shares = [range(len(rows))[i : i + local_size] for i in range(0, len(rows), local_size)]
-                minibatches = [pack(*tokens, share, args.microbatch_tokens) for share in shares]
+                sizes = args.group_size if joins else 1, args.microbatch_tokens, hidden_size
+                joined = best_join(query_mask, response_mask, *sizes)
+                minibatches = [pack(*tokens, share, args.microbatch_tokens, joined) for share in shares]
                 # Responses and tokens of every optimizer step, over all ranks: the denominators of the losses.
                 step_sequences = [len(share) * world_size for share in shares]
                 step_tokens = all_reduce(torch.stack([lengths[share].sum() for share in shares])).tolist()
@@ -1647,7 +1725,7 @@ def main(args: Args, stop=None):
                         mb_mask, mb_advantages = response_mask[mb.at], advantages[mb.at]  # (b,t)
                         last = i == len(minibatches[k]) - 1  # ranks exchange gradients once per step
                         with nullcontext() if last else accelerator.no_sync(policy):
-                            mb_logprobs, mb_entropy = policy(*mb.inputs, args.temperature)
+                            mb_logprobs, mb_entropy = policy(*mb.inputs, args.temperature, mb.group_size)
                             mb_logprobs, mb_entropy = (torch.where(mb_mask, x, 0) for x in (mb_logprobs, mb_entropy))
                             mb_old_logprobs = mb_logprobs.detach() if on_policy else old_logprobs[mb.at]
                             mb_ratio_logprobs = mb_logprobs

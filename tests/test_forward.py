@@ -45,7 +45,7 @@ class Batch:
         for i, (p, t) in enumerate(lengths):
             prompt = torch.randint(FIRST_CHAR, len(make_tokenizer()), (p,), generator=gen)
             answer = torch.randint(FIRST_CHAR, len(make_tokenizer()), (t,), generator=gen)
-            if t < self.width:
+            if 0 < t < self.width:
                 answer[-1] = EOS
             self.queries[i, width - p :], self.responses[i, :t] = prompt, answer
             self.prompts, self.answers = self.prompts + [prompt.tolist()], self.answers + [answer.tolist()]

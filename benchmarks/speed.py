@@ -1,0 +1,416 @@
+"""Speed against other trainers on the same work, and of our parts alone.
+
+    python benchmarks/speed.py iteration --trl TRL/bin/python --trl-ppo TRL12/bin/python    against TRL
+    python benchmarks/speed.py rollout                   against transformers' generate and generate_batch
+    python benchmarks/speed.py memory                    of an update with a vocabulary of 151,936
+    python benchmarks/speed.py scaling                   two processes against one, batches of 1x to 8x
+    python benchmarks/speed.py start                     from launch to the first evaluation
+    python benchmarks/speed.py table                     everything measured so far, as benchmarks/results/speed/README.md
+
+The peers have environments of their own: `pip install trl` (newest) and `pip install trl==1.12.0` (the last with a
+PPOTrainer). All contenders take turns, round by round; a number is the median over rounds of ratios within a round, of
+medians over the iterations after two of warm-up. Results are appended to benchmarks/results/speed/measured.jsonl.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "speed"
+LAUNCH = "--num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
+WARM_UP = 2
+BETA, LR = 0.001, 1e-5  # nothing is to be learned: the work should stay the same
+
+# Prompts and responses of an iteration, longest response, prompt length (None: as they are), optimizer steps.
+SIZES = {
+    "tiny": {"prompts": 32, "group_size": 8, "length": 40, "prompt_length": None, "steps": 4},
+    "20m": {"prompts": 4, "group_size": 8, "length": 128, "prompt_length": 128, "steps": 1},
+    "0.5b": {"prompts": 2, "group_size": 8, "length": 64, "prompt_length": 128, "steps": 1},
+}
+SHAPES = {
+    "20m": {"vocab_size": 32_768, "hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8},
+    "0.5b": {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
+}
+SHAPES["20m"] |= {"num_attention_heads": 5, "num_key_value_heads": 5, "tie_word_embeddings": True}
+SHAPES["0.5b"] |= {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
+
+# Ours when lengths are forced: an EOS is a token like any other.
+FORCED = """
+import sys
+sys.path.insert(0, {root!r})
+import {script} as algo
+algo.collect_eos_ids = lambda *args: []
+algo.main(algo.parse_args())
+"""
+
+
+def make_model(folder, size):
+    """The folder of a model: the embedded one, or random weights with its tokenizer."""
+    if size == "tiny":
+        return ROOT / "benchmarks" / "tiny" / "model"
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "benchmarks" / "tiny" / "model")
+    torch.manual_seed(0)
+    config = Qwen2Config(**SHAPES[size], eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / size)
+    tokenizer.save_pretrained(folder / size)
+    return folder / size
+
+
+def make_rows(size):
+    """[{prompt, answer}]; prompts as our scripts would write them, joined and cut to the length if one is asked for."""
+    from transformers import AutoTokenizer
+
+    length = SIZES[size]["prompt_length"]
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "benchmarks" / "tiny" / "model")
+    rows = [json.loads(line) for line in open(ROOT / "benchmarks" / "tiny" / "train.jsonl")]
+    if length is not None:
+        parts = [" ".join(row["question"] for row in rows[i : i + 12]) for i in range(0, len(rows) // 8, 12)]
+        cut = [tokenizer.decode(tokenizer(part)["input_ids"][:length]) for part in parts]
+        return [{"prompt": prompt, "answer": "1"} for prompt in cut]
+    if tokenizer.chat_template is None:
+        return [{"prompt": row["question"], "answer": row["answer"].split("#### ")[1]} for row in rows]
+    options = {"tokenize": False, "add_generation_prompt": True}
+    chats = [[{"role": "user", "content": row["question"]}] for row in rows]
+    texts = tokenizer.apply_chat_template(chats, **options)
+    return [{"prompt": text, "answer": row["answer"].split("#### ")[1]} for text, row in zip(texts, rows)]
+
+
+def launch(python, processes, *command):
+    """Runs it to the end; its console, if it fails. OMP_NUM_THREADS is 1: a process is a core."""
+    several = ["--multi_gpu"] if processes > 1 else []
+    words = [str(Path(python).with_name("accelerate")), "launch", *several, "--num_processes", str(processes)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    run = subprocess.run([*words, *LAUNCH.split(), *map(str, command)], capture_output=True, text=True, env=env)
+    if run.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}")
+
+
+def run_ours(script, flags, task, folder):
+    """[{seconds, rollout, tokens, responses, optimizer_steps} per iteration], peak bytes."""
+    file, name = ROOT / f"{script}.py", f"{script}-{time.time_ns()}"
+    if task["forced"]:
+        file = folder / f"{script}_forced.py"
+        file.write_text(FORCED.format(root=str(ROOT), script=script))
+    if not (folder / "rows.jsonl").exists():
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task["rows"]))
+        (folder / "one.jsonl").write_text(json.dumps(task["rows"][0]) + "\n")
+    num_responses = task["prompts"] * task["group_size"]
+    words = f"--model {task['model']} --dataset {folder}/rows.jsonl --eval-dataset {folder}/one.jsonl --reward exact"
+    words += f" --chat-template none --batch-size {task['prompts']} --group-size {task['group_size']} --minibatch-size"
+    words += (
+        f" {num_responses // task['steps']} --max-response-length {task['length']} --max-prompt-length 512 --lr {LR}"
+    )
+    words += f" --total-iterations {task['iterations']} --eval-every 0 --save-every 0 --track none --run-name {name}"
+    words += f" --output-dir {folder} {flags}"
+    launch(sys.executable, task["processes"], file, *words.split())
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    result = []
+    for before, now in zip(lines[:-1], lines[1:-1]):  # the last one evaluates
+        seconds = now["time/elapsed"] - before["time/elapsed"]
+        tokens = round(now["throughput/tokens_per_second"] * now["time/iteration"])
+        work = {"tokens": tokens, "responses": num_responses, "optimizer_steps": task["steps"]}
+        result.append({"seconds": seconds, "rollout": now["time/rollout"]} | work)
+    return result, lines[-1]["memory/peak_gib"] * 2**30
+
+
+def run_peer(python, trainer, task, folder):
+    place = folder / f"task-{time.time_ns()}.json"
+    task = task | {"trainer": trainer, "beta": BETA, "folder": str(folder / "trl"), "result": f"{place}.out"}
+    place.write_text(json.dumps(task | {"model": str(task["model"])}))
+    launch(python, task["processes"], ROOT / "benchmarks" / "peers.py", place)
+    lines = [json.loads(line) for line in Path(task["result"]).read_text().splitlines()]
+    return lines[:-1], lines[-1]["peak_bytes"]
+
+
+def contenders(task, trl, trl_ppo, folder):
+    """{name: function that runs it}; each algorithm with the KL setting of its peer."""
+    loss = f"--kl-loss-coef {BETA} --kl-reward-coef 0"
+    reward = f"--kl-reward-coef {BETA} --kl-loss-coef 0"
+    single = task | {"prompts": task["prompts"] * task["group_size"], "group_size": 1}
+    result = {
+        "GRPO ours": lambda: run_ours("grpo_llm", f"--estimator grpo {loss}", task, folder),
+        "GRPO TRL": trl and (lambda: run_peer(trl, "GRPO", task, folder)),
+        "RLOO ours": lambda: run_ours("grpo_llm", f"--estimator rloo {reward}", task, folder),
+        "RLOO TRL": trl and (lambda: run_peer(trl, "RLOO", task, folder)),
+        "PPO ours": lambda: run_ours("ppo_llm", f"{reward} --old-logprobs rollout", single, folder),
+        "PPO ours, recompute": lambda: run_ours("ppo_llm", reward, single, folder),
+        "PPO TRL": trl_ppo and (lambda: run_peer(trl_ppo, "PPO", single, folder)),
+    }
+    return {name: run for name, run in result.items() if run}
+
+
+def record(what, **values):
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    about = {"what": what, "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"}
+    with open(RESULTS / "measured.jsonl", "a") as file:
+        file.write(json.dumps(about | values) + "\n")
+    print(json.dumps(values), flush=True)
+
+
+def iteration(args):
+    """Every round runs every contender once."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        base = {"model": make_model(folder, args.size), "rows": make_rows(args.size), "iterations": args.iterations}
+        base |= SIZES[args.size] | {"processes": args.processes, "forced": args.forced}
+        runs = contenders(base, args.trl, args.trl_ppo, folder)
+        runs = {name: run for name, run in runs.items() if not args.only or name.split()[0] in args.only.split(",")}
+        for number in range(args.rounds):
+            for name, run in runs.items():
+                lines, peak = run()
+                lines = lines[WARM_UP:]
+                values = {key: statistics.median(line[key] for line in lines) for key in lines[0]}
+                setting = {key: getattr(args, key) for key in ("size", "processes", "forced")}
+                record("iteration", round=number, name=name, peak_bytes=peak, **setting, **values)
+
+
+# A process of its own for each case of `rollout`, so that no peer leaves its memory or settings to another.
+ROLLOUT = """
+import json, sys, time
+sys.path.insert(0, {root!r})
+import torch, transformers
+import ppo_llm as algo
+
+transformers.utils.logging.set_verbosity_error()
+torch.set_num_threads(1)
+task = json.loads(sys.argv[1])
+device = "cuda" if torch.cuda.is_available() else "cpu"
+tokenizer = transformers.AutoTokenizer.from_pretrained(task["model"])
+dtype = torch.bfloat16 if device == "cuda" else torch.float32
+model = transformers.AutoModelForCausalLM.from_pretrained(task["model"], dtype=dtype).to(device)
+ids = tokenizer(task["prompts"])["input_ids"]
+queries, query_mask = algo.left_pad(ids, tokenizer.pad_token_id, device)
+eos, group, length = [tokenizer.eos_token_id], task["group_size"], task["length"]
+options = {{"max_new_tokens": length, "do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}}
+
+def ours(number):
+    noise = torch.rand(len(ids) * group, length, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+    responses, _ = algo.generate(model, queries, query_mask, noise.to(device), eos, tokenizer.pad_token_id)
+    return int(algo.make_response_mask(responses, eos).sum())
+
+def generate(number):
+    torch.manual_seed(number)
+    inputs = {{"input_ids": queries, "attention_mask": query_mask.long()}}
+    output = model.generate(**inputs, **options, num_return_sequences=group, eos_token_id=eos)
+    return int(algo.make_response_mask(output[:, queries.shape[1]:], eos).sum())
+
+def generate_batch(number):
+    torch.manual_seed(number)
+    config = transformers.GenerationConfig(**options, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id)
+    outputs = model.generate_batch([row for row in ids for _ in range(group)], generation_config=config)
+    return sum(len(output.generated_tokens) for output in outputs.values())
+
+contenders = {{"ours": ours, "generate": generate, "generate_batch": generate_batch}}
+for number in range(task["rounds"] + 1):  # the first is a warm-up
+    for name, run in list(contenders.items()):
+        begin = time.perf_counter()
+        try:
+            with torch.no_grad():
+                tokens = run(number)
+        except Exception as error:
+            contenders.pop(name)
+            print(json.dumps({{"name": name, "failed": f"{{type(error).__name__}}: {{error}}"[:200]}}), flush=True)
+            continue
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if number > 0:
+            seconds = time.perf_counter() - begin
+            print(json.dumps({{"name": name, "round": number, "seconds": seconds, "tokens": tokens}}), flush=True)
+"""
+
+
+def rollout(args):
+    """Groups of 8 and single responses, as many in all, on one thread."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, size = Path(temporary), SIZES[args.size]
+        (folder / "rollout.py").write_text(ROLLOUT.format(root=str(ROOT)))
+        model, prompts = make_model(folder, args.size), [row["prompt"] for row in make_rows(args.size)]
+        for group_size in (size["group_size"], 1):
+            count = size["prompts"] * size["group_size"] // group_size
+            task = {"model": str(model), "prompts": prompts[:count], "group_size": group_size}
+            task |= {"length": size["length"], "rounds": args.rounds}
+            command = [sys.executable, str(folder / "rollout.py"), json.dumps(task)]
+            run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            for line in run.stdout.splitlines():
+                if line.startswith("{"):
+                    record("rollout", size=args.size, group_size=group_size, **json.loads(line))
+            if run.returncode:
+                sys.exit(run.stderr[-3000:])
+
+
+MEMORY = """
+import json, sys
+sys.path.insert(0, {root!r})
+import torch, transformers
+import ppo_llm as algo
+
+kind, torch_seed = sys.argv[1], torch.manual_seed(0)
+shape = {{"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2}}
+shape |= {{"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}}
+model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**shape))
+policy = algo.Policy(model).train()
+for parameter in policy.parameters():
+    parameter.grad = torch.zeros_like(parameter)
+ids = torch.randint(0, 151_936, (8, 32 + 512), generator=torch.Generator().manual_seed(1))
+mask, weights = torch.ones_like(ids), torch.randn(8, 512, generator=torch.Generator().manual_seed(2)) / 4096
+
+def resident(what):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(what))
+
+before = resident("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+if kind == "ours":
+    logprobs, _ = policy(ids, mask, 512, 1.0)
+else:
+    hidden = algo.response_states(model.base_model, ids, mask, 512)
+    logits = model.get_output_embeddings()(hidden).float()
+    logprobs = logits.log_softmax(-1).gather(-1, ids[:, -512:, None]).squeeze(-1)
+(logprobs * weights).sum().backward()
+print(json.dumps({{"peak": resident("VmHWM") - before}}))
+torch.save({{name: p.grad for name, p in policy.named_parameters()}}, sys.argv[2])
+"""
+
+
+def memory(args):
+    """Of forward and backward, above weights and gradients."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, peaks = Path(temporary), {}
+        (folder / "memory.py").write_text(MEMORY.format(root=str(ROOT)))
+        for kind in ("ours", "full"):
+            command = [sys.executable, str(folder / "memory.py"), kind, str(folder / kind)]
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode:
+                sys.exit(run.stderr[-3000:])
+            peaks[kind] = json.loads(run.stdout.splitlines()[-1])["peak"]
+        ours, full = (torch.load(folder / kind, weights_only=True) for kind in ("ours", "full"))
+        difference = max((ours[name] - full[name]).abs().max().item() for name in ours)
+        largest = max(grad.abs().max().item() for grad in full.values())
+        record("memory", **peaks, difference=difference, largest=largest)
+
+
+def scaling(args):
+    """GRPO: one process and two on the same work; and 1 to 8 times the batch at the same minibatch."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        base = {"model": make_model(folder, "tiny"), "rows": make_rows("tiny"), "iterations": args.iterations}
+        base |= SIZES["tiny"] | {"forced": False}
+        flags = f"--estimator grpo --kl-loss-coef {BETA} --kl-reward-coef 0"
+        for number in range(args.rounds):
+            for processes, times in ((1, 4), (2, 4), (2, 1), (2, 2), (2, 8)):
+                task = base | {"processes": processes, "prompts": 8 * times, "steps": times}
+                for script, own in (("grpo_llm", flags), ("ppo_llm", f"--kl-reward-coef {BETA}")):
+                    if script == "ppo_llm":
+                        task = task | {"prompts": 64 * times, "group_size": 1}
+                    if script == "ppo_llm" and times not in (4,):
+                        continue
+                    lines, peak = run_ours(script, own, task, folder)
+                    values = {key: statistics.median(line[key] for line in lines[WARM_UP:]) for key in lines[0]}
+                    about = {"name": script, "processes": processes, "times": times, "round": number}
+                    record("scaling", peak_bytes=peak, **about, **values)
+
+
+def start(args):
+    """Seconds from the launch, as the README prints it, to the sentence that the evaluation begins."""
+    for script in ("ppo_llm", "grpo_llm", "ppo_llm_fsdp"):
+        for number in range(args.rounds):
+            with tempfile.TemporaryDirectory() as folder:
+                words = [str(Path(sys.executable).with_name("accelerate")), "launch", "--multi_gpu", "--num_processes"]
+                words += ["2", *LAUNCH.split(), str(ROOT / f"{script}.py"), "--output-dir", folder]
+                begin = time.perf_counter()
+                run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+                for line in run.stdout:
+                    if "evaluation before training begins" in line:
+                        record("start", name=script, round=number, seconds=time.perf_counter() - begin)
+                        break
+                run.terminate()
+                run.stdout.read()
+                run.wait()
+
+
+def ratios(rows, mine, peer, key="seconds"):
+    """Median over the rounds of mine/peer, None if a round lacks one."""
+    by_round = {}
+    for row in rows:
+        by_round.setdefault(row["round"], {})[row["name"]] = row[key]
+    both = [found[mine] / found[peer] for found in by_round.values() if mine in found and peer in found]
+    return statistics.median(both) if both else None
+
+
+def table(args):
+    """Markdown, and a figure per size, of all that has been measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [json.loads(line) for line in open(RESULTS / "measured.jsonl")]
+    text = [f"Machine: {rows[-1]['machine']}, OMP_NUM_THREADS=1. Medians; see benchmarks/speed.py.", ""]
+    kinds = sorted({(r["size"], r["processes"], r["forced"]) for r in rows if r["what"] == "iteration"}, reverse=True)
+    for size, processes, forced in kinds:
+        mine = [
+            r
+            for r in rows
+            if r["what"] == "iteration" and (r["size"], r["processes"], r["forced"]) == (size, processes, forced)
+        ]
+        names = list(dict.fromkeys(r["name"] for r in mine))
+        s = SIZES[size]
+        title = f"{size}, {processes} process(es), {'lengths forced equal' if forced else 'EOS on'}"
+        text += [f"## {title}", "", f"{s['prompts'] * s['group_size']} responses, {s['steps']} optimizer steps.", ""]
+        text += [
+            "| | rounds | iteration, s | of it rollout, s | tokens/s | peak memory, MiB | against TRL |",
+            "|---" * 7 + "|",
+        ]
+        bars = []
+        for name in names:
+            own = [r for r in mine if r["name"] == name]
+            seconds, sampling, peak = (
+                statistics.median(r[k] for r in own) for k in ("seconds", "rollout", "peak_bytes")
+            )
+            speed = statistics.median(r["tokens"] / r["seconds"] for r in own)
+            ratio = None if name.endswith("TRL") else ratios(mine, name, f"{name.split()[0]} TRL")
+            ratio = "" if ratio is None else f"{ratio:.2f}x"
+            text.append(
+                f"| {name} | {len(own)} | {seconds:.2f} | {sampling:.2f} | {speed:,.0f} | {peak / 2**20:,.0f} | {ratio} |"
+            )
+            bars.append((name, sampling, seconds - sampling))
+        text.append("")
+        figure, axes = plt.subplots(figsize=(7, 0.5 * len(bars) + 1.2))
+        axes.barh([b[0] for b in bars], [b[1] for b in bars], label="rollout")
+        axes.barh([b[0] for b in bars], [b[2] for b in bars], left=[b[1] for b in bars], label="the rest")
+        axes.set(xlabel="seconds per iteration", title=title)
+        axes.invert_yaxis()
+        axes.legend()
+        figure.savefig(
+            RESULTS / f"{size}-{processes}-{'forced' if forced else 'eos'}.png", dpi=120, bbox_inches="tight"
+        )
+        plt.close(figure)
+    (RESULTS / "README.md").write_text("\n".join(text))
+    print("\n".join(text))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["iteration", "rollout", "memory", "scaling", "start", "table"])
+    parser.add_argument("--trl", help="python of an environment with the newest TRL")
+    parser.add_argument("--trl-ppo", help="python of an environment with TRL 1.12.0")
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--forced", action="store_true", help="every response has the full length")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--iterations", type=int, default=7)
+    parser.add_argument("--only", help="of these algorithms, e.g. GRPO,PPO")
+    options = parser.parse_args()
+    globals()[options.what](options)
