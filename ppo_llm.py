@@ -319,7 +319,13 @@ def stop_on_signals(seconds=15):
     """Event that a SIGTERM or SIGINT sets. The process ends `seconds` after it, or at a second signal, or when its
     launcher has died. A thread looks after this, because the main one can be in a collective or a kernel for long."""
     stop, parent = threading.Event(), os.getppid()
+    died = "error: the launcher has died, so does this process; go on with --resume"
     launched = not {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"}.isdisjoint(os.environ)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it may have died while torch was being imported
+        try:
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 60).close()
+        except OSError:
+            sys.exit(died)
     incoming, outgoing = os.pipe()
     os.set_blocking(outgoing, False)
     signal.set_wakeup_fd(outgoing, warn_on_full_buffer=False)
@@ -336,7 +342,7 @@ def stop_on_signals(seconds=15):
                 deadline = time.monotonic() + seconds
                 stop.set()
             elif launched and not stop.is_set() and os.getppid() != parent:
-                print("error: the launcher has died, so does this process; go on with --resume", file=sys.stderr)
+                print(died, file=sys.stderr)
                 os._exit(1)
         print(f"stopped: {seconds} s were not enough to save; go on from the newest checkpoint", file=sys.stderr)
         os._exit(0)

@@ -190,7 +190,7 @@ def soak(count, folder):
         inside = [s for s in samples if low < s[0] - 1 <= high]
         memory, files = statistics.mean(s[1] for s in inside), max(s[2] for s in inside)
         table += f"| {quarter + 1} | {seconds:.3f} | {memory:.1f} | {files} |\n"
-    text = f"{count:,} iterations of ppo_llm.py on two processes: 16 prompts each, evaluation every 20 iterations, a "
+    text = f"{count:,} iterations of ppo_llm.py on two processes: 8 prompts each, evaluation every 20 iterations, a "
     text += "checkpoint every 10, adaptive KL, KL in the loss, entropy bonus, dual clip, value clip, corrected "
     text += "log-probs, gradient checkpointing, TensorBoard. Memory and files are of one process.\n\n" + table
     (RESULTS / "soak.md").write_text(text)
