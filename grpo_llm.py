@@ -1500,7 +1500,8 @@ def main(args: Args, stop=None):
     policy = accelerator.prepare(Policy(model, args.entropy_coef > 0).train())
     if lora:  # the frozen weights are shared, see as_it_began
         reference = policy
-    actor_optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    adamw = {"weight_decay": args.weight_decay, "fused": True}  # fused: one kernel for all weights
+    actor_optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, **adamw)
     kl_controller = AdaptiveKL(args.kl_reward_coef, args.kl_target, args.kl_horizon)
     trainees = {"actor": (accelerator.unwrap_model(policy), actor_optimizer)}
     if resumed_from is not None:

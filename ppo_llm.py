@@ -1491,8 +1491,9 @@ def main(args: Args, stop=None):
     policy, critic = accelerator.prepare(Policy(model, args.entropy_coef > 0).train(), critic.train())
     if lora:  # the frozen weights are shared, see as_it_began
         reference = policy
-    actor_optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=args.weight_decay)
+    adamw = {"weight_decay": args.weight_decay, "fused": True}  # fused: one kernel for all weights
+    actor_optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, **adamw)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, **adamw)
     kl_controller = AdaptiveKL(args.kl_reward_coef, args.kl_target, args.kl_horizon)
     trainees = {"actor": (policy, actor_optimizer), "critic": (critic, critic_optimizer)}
     trainees = {name: (accelerator.unwrap_model(model), optimizer) for name, (model, optimizer) in trainees.items()}

@@ -1599,8 +1599,9 @@ def main(args: Args, stop=None):
     if args.gradient_checkpointing:
         for trained in (policy.model, critic.model):
             trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    actor_optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=args.weight_decay)
+    adamw = {"weight_decay": args.weight_decay, "fused": True}  # fused: one kernel for all weights
+    actor_optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, **adamw)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, **adamw)
     kl_controller = AdaptiveKL(args.kl_reward_coef, args.kl_target, args.kl_horizon)
     trainees = {"actor": (policy, actor_optimizer), "critic": (critic, critic_optimizer)}
     if resumed_from is not None:

@@ -1,21 +1,26 @@
 """Speed against other trainers on the same work, and of our parts alone.
 
     python benchmarks/speed.py iteration --trl TRL/bin/python --trl-ppo TRL12/bin/python    against TRL
-    python benchmarks/speed.py rollout                   against transformers' generate and generate_batch
-    python benchmarks/speed.py memory                    of an update with a vocabulary of 151,936
-    python benchmarks/speed.py scaling                   two processes against one, batches of 1x to 8x
-    python benchmarks/speed.py start                     from launch to the first evaluation
-    python benchmarks/speed.py table                     everything measured so far, as benchmarks/results/speed/README.md
+    python benchmarks/speed.py rollout      against transformers' generate and generate_batch
+    python benchmarks/speed.py memory       of an update with a vocabulary of 151,936
+    python benchmarks/speed.py scaling      two processes against one, batches of 1x to 8x
+    python benchmarks/speed.py start        from launch to the first evaluation
+    python benchmarks/speed.py ablation     GRPO without each of the things that make it fast
+    python benchmarks/speed.py floors       operations and bytes per second of one core
+    python benchmarks/speed.py table        tables and figures of everything measured so far
 
-The peers have environments of their own: `pip install trl` (newest) and `pip install trl==1.12.0` (the last with a
+The peers have environments of their own: `pip install trl` (newest), `pip install trl==1.12.0` (the last that has a
 PPOTrainer). All contenders take turns, round by round; a number is the median over rounds of ratios within a round, of
-medians over the iterations after two of warm-up. Results are appended to benchmarks/results/speed/measured.jsonl.
+medians over the iterations after two of warm-up. Results are appended to benchmarks/results/speed/measured.jsonl, tables
+and figures are beside it.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -52,6 +57,27 @@ algo.main(algo.parse_args())
 """
 
 
+# What is undone, as replacements in a copy of grpo_llm.py.
+UNDONE = {
+    "as it is": {},
+    "every response with its own prompt": {"joins = args.group_size > 1 and can_join(model)": "joins = False"},
+    "prefill for every response": {
+        "    group_size = num_rows // len(queries)\n": "    repeats = num_rows // len(queries)\n"
+        "    queries, query_mask = queries.repeat_interleave(repeats, 0), query_mask.repeat_interleave(repeats, 0)\n"
+        "    group_size = 1\n"
+    },
+    "finished rows stay": {"if num_alive <= 0.9 * len(rows):": "if False:"},
+    "logits of padding": {
+        "= attention_mask[:, -num_response_tokens:].bool()": "= attention_mask[:, -num_response_tokens:] >= 0"
+    },
+    "AdamW not fused": {', "fused": True}': "}"},
+}
+
+
+def read_lines(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
 def make_model(folder, size):
     """The folder of a model: the embedded one, or random weights with its tokenizer."""
     if size == "tiny":
@@ -73,7 +99,7 @@ def make_rows(size):
 
     length = SIZES[size]["prompt_length"]
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "benchmarks" / "tiny" / "model")
-    rows = [json.loads(line) for line in open(ROOT / "benchmarks" / "tiny" / "train.jsonl")]
+    rows = read_lines(ROOT / "benchmarks" / "tiny" / "train.jsonl")
     if length is not None:
         parts = [" ".join(row["question"] for row in rows[i : i + 12]) for i in range(0, len(rows) // 8, 12)]
         cut = [tokenizer.decode(tokenizer(part)["input_ids"][:length]) for part in parts]
@@ -96,9 +122,9 @@ def launch(python, processes, *command):
         sys.exit(f"{' '.join(map(str, command))}\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}")
 
 
-def run_ours(script, flags, task, folder):
-    """[{seconds, rollout, tokens, responses, optimizer_steps} per iteration], peak bytes."""
-    file, name = ROOT / f"{script}.py", f"{script}-{time.time_ns()}"
+def run_ours(script, flags, task, folder, file=None):
+    """[{seconds, rollout, tokens, responses, optimizer_steps} per iteration], peak bytes; `file`: of a changed copy."""
+    file, name = file or ROOT / f"{script}.py", f"{script}-{time.time_ns()}"
     if task["forced"]:
         file = folder / f"{script}_forced.py"
         file.write_text(FORCED.format(root=str(ROOT), script=script))
@@ -114,13 +140,15 @@ def run_ours(script, flags, task, folder):
     words += f" --total-iterations {task['iterations']} --eval-every 0 --save-every 0 --track none --run-name {name}"
     words += f" --output-dir {folder} {flags}"
     launch(sys.executable, task["processes"], file, *words.split())
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    result = []
-    for before, now in zip(lines[:-1], lines[1:-1]):  # the last one evaluates
+    lines, result = read_lines(folder / name / "metrics.jsonl"), []
+    for before, now in itertools.pairwise(lines[:-1]):  # the last one evaluates
         seconds = now["time/elapsed"] - before["time/elapsed"]
         tokens = round(now["throughput/tokens_per_second"] * now["time/iteration"])
         work = {"tokens": tokens, "responses": num_responses, "optimizer_steps": task["steps"]}
-        result.append({"seconds": seconds, "rollout": now["time/rollout"]} | work)
+        phases = {
+            key: now[key] for key in now if re.fullmatch("time/(rollout|reward|logprobs|values|actor|critic)", key)
+        }
+        result.append({"seconds": seconds, "rollout": now["time/rollout"]} | work | phases)
     return result, lines[-1]["memory/peak_gib"] * 2**30
 
 
@@ -129,7 +157,7 @@ def run_peer(python, trainer, task, folder):
     task = task | {"trainer": trainer, "beta": BETA, "folder": str(folder / "trl"), "result": f"{place}.out"}
     place.write_text(json.dumps(task | {"model": str(task["model"])}))
     launch(python, task["processes"], ROOT / "benchmarks" / "peers.py", place)
-    lines = [json.loads(line) for line in Path(task["result"]).read_text().splitlines()]
+    lines = read_lines(task["result"])
     return lines[:-1], lines[-1]["peak_bytes"]
 
 
@@ -340,6 +368,47 @@ def start(args):
                 run.wait()
 
 
+def ablation(args):
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, source = Path(temporary), (ROOT / "grpo_llm.py").read_text()
+        base = {"model": make_model(folder, "tiny"), "rows": make_rows("tiny"), "iterations": args.iterations}
+        base |= SIZES["tiny"] | {"forced": False, "processes": args.processes}
+        for number in range(args.rounds):
+            for name, changes in UNDONE.items():
+                text = source
+                for old, new in changes.items():
+                    assert text.count(old) >= 1, old
+                    text = text.replace(old, new)
+                (folder / "grpo_llm.py").write_text(text)
+                flags = f"--estimator grpo --kl-loss-coef {BETA} --kl-reward-coef 0"
+                lines, peak = run_ours("grpo_llm", flags, base, folder, folder / "grpo_llm.py")
+                values = {key: statistics.median(line[key] for line in lines[WARM_UP:]) for key in lines[0]}
+                record("ablation", name=name, round=number, peak_bytes=peak, **values)
+
+
+def floors(args):
+    """Products of the shapes of the embedded and the 20m model, and a copy, on one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+
+    def rate(work, run):
+        run()
+        times = []
+        for _ in range(20):
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+        return work / statistics.median(times)
+
+    for n, k, m in ((2048, 128, 352), (2048, 320, 960), (2048, 896, 4864)):
+        a, b = torch.randn(n, k), torch.randn(k, m)
+        record("floors", name=f"{n}x{k} times {k}x{m}", per_second=rate(2 * n * k * m, lambda a=a, b=b: a @ b))
+    x = torch.empty(2**26)
+    y = torch.empty_like(x)
+    record("floors", name="copy", per_second=rate(8 * x.numel(), lambda: y.copy_(x)))
+
+
 def ratios(rows, mine, peer, key="seconds"):
     """Median over the rounds of mine/peer, None if a round lacks one."""
     by_round = {}
@@ -349,61 +418,138 @@ def ratios(rows, mine, peer, key="seconds"):
     return statistics.median(both) if both else None
 
 
-def table(args):
-    """Markdown, and a figure per size, of all that has been measured."""
+def middle(rows, key):
+    return statistics.median(row[key] for row in rows)
+
+
+def markdown(head, lines):
+    return ["| " + " | ".join(map(str, line)) + " |" for line in (head, ["---"] * len(head), *lines)] + [""]
+
+
+def bars(path, title, lines):
+    """Horizontal stacked bars: lines of (name, {part: seconds})."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = [json.loads(line) for line in open(RESULTS / "measured.jsonl")]
-    text = [f"Machine: {rows[-1]['machine']}, OMP_NUM_THREADS=1. Medians; see benchmarks/speed.py.", ""]
-    kinds = sorted({(r["size"], r["processes"], r["forced"]) for r in rows if r["what"] == "iteration"}, reverse=True)
-    for size, processes, forced in kinds:
-        mine = [
-            r
-            for r in rows
-            if r["what"] == "iteration" and (r["size"], r["processes"], r["forced"]) == (size, processes, forced)
+    figure, axes = plt.subplots(figsize=(8, 0.45 * len(lines) + 1.4))
+    for number, part in enumerate(dict.fromkeys(part for _, parts in lines for part in parts)):
+        widths = [parts.get(part, 0) for _, parts in lines]
+        parts_of = [list(parts.items()) for _, parts in lines]
+        left = [
+            sum(v for k, v in parts[: [k for k, _ in parts].index(part)]) if part in dict(parts) else 0
+            for parts in parts_of
         ]
-        names = list(dict.fromkeys(r["name"] for r in mine))
-        s = SIZES[size]
-        title = f"{size}, {processes} process(es), {'lengths forced equal' if forced else 'EOS on'}"
-        text += [f"## {title}", "", f"{s['prompts'] * s['group_size']} responses, {s['steps']} optimizer steps.", ""]
-        text += [
-            "| | rounds | iteration, s | of it rollout, s | tokens/s | peak memory, MiB | against TRL |",
-            "|---" * 7 + "|",
-        ]
-        bars = []
-        for name in names:
-            own = [r for r in mine if r["name"] == name]
-            seconds, sampling, peak = (
-                statistics.median(r[k] for r in own) for k in ("seconds", "rollout", "peak_bytes")
-            )
-            speed = statistics.median(r["tokens"] / r["seconds"] for r in own)
-            ratio = None if name.endswith("TRL") else ratios(mine, name, f"{name.split()[0]} TRL")
-            ratio = "" if ratio is None else f"{ratio:.2f}x"
-            text.append(
-                f"| {name} | {len(own)} | {seconds:.2f} | {sampling:.2f} | {speed:,.0f} | {peak / 2**20:,.0f} | {ratio} |"
-            )
-            bars.append((name, sampling, seconds - sampling))
-        text.append("")
-        figure, axes = plt.subplots(figsize=(7, 0.5 * len(bars) + 1.2))
-        axes.barh([b[0] for b in bars], [b[1] for b in bars], label="rollout")
-        axes.barh([b[0] for b in bars], [b[2] for b in bars], left=[b[1] for b in bars], label="the rest")
-        axes.set(xlabel="seconds per iteration", title=title)
-        axes.invert_yaxis()
-        axes.legend()
-        figure.savefig(
-            RESULTS / f"{size}-{processes}-{'forced' if forced else 'eos'}.png", dpi=120, bbox_inches="tight"
+        axes.barh([name for name, _ in lines], widths, left=left, label=part, color=f"C{number}")
+    axes.set(xlabel="seconds per iteration", title=title)
+    axes.invert_yaxis()
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    plt.close(figure)
+
+
+def table(args):
+    rows = read_lines(RESULTS / "measured.jsonl")
+    of = {what: [row for row in rows if row["what"] == what] for what in dict.fromkeys(row["what"] for row in rows)}
+    text = [
+        "# Speed",
+        "",
+        f"Machine: {rows[-1]['machine']}, OMP_NUM_THREADS=1. Medians, made by benchmarks/speed.py.",
+        "",
+    ]
+    settings = dict.fromkeys((r["size"], r["processes"], r["forced"]) for r in of.get("iteration", []))
+    for size, processes, forced in settings:
+        mine = [r for r in of["iteration"] if (r["size"], r["processes"], r["forced"]) == (size, processes, forced)]
+        title = f"{size}, {processes} process{'es' * (processes > 1)}, {'lengths forced equal' if forced else 'EOS on'}"
+        work = (
+            f"{SIZES[size]['prompts'] * SIZES[size]['group_size']} responses, {SIZES[size]['steps']} optimizer step(s)"
         )
-        plt.close(figure)
+        lines, stacks = [], []
+        for name in dict.fromkeys(r["name"] for r in mine):
+            own = [r for r in mine if r["name"] == name]
+            seconds, sampling = middle(own, "seconds"), middle(own, "rollout")
+            ratio = None if name.endswith("TRL") else ratios(mine, name, f"{name.split()[0]} TRL")
+            speed, peak = statistics.median(r["tokens"] / r["seconds"] for r in own), middle(own, "peak_bytes") / 2**20
+            line = [name, len(own), f"{seconds:.2f}", f"{sampling:.2f}", f"{speed:,.0f}", f"{peak:,.0f}"]
+            lines.append([*line, "" if ratio is None else f"{ratio:.2f}x"])
+            stacks.append((name, {"rollout": sampling, "the rest": seconds - sampling}))
+        head = ["", "rounds", "iteration, s", "of it rollout", "tokens/s", "peak memory, MiB", "against TRL"]
+        text += [f"## Iterations: {title}", "", f"{work} per iteration.", "", *markdown(head, lines)]
+        bars(RESULTS / f"{size}-{processes}-{'forced' if forced else 'eos'}.png", title, stacks)
+    for size, group_size in dict.fromkeys((r["size"], r["group_size"]) for r in of.get("rollout", [])):
+        mine = [r for r in of["rollout"] if (r["size"], r["group_size"]) == (size, group_size)]
+        failed = {r["name"]: r["failed"] for r in mine if "failed" in r}
+        mine = [r for r in mine if "failed" not in r]
+        lines = []
+        for name in dict.fromkeys(r["name"] for r in mine):
+            own = [r for r in mine if r["name"] == name]
+            ratio = ratios(mine, name, "generate")
+            lines.append(
+                [name, len(own), f"{middle(own, 'seconds'):.2f}", f"{middle(own, 'tokens'):,.0f}", f"{ratio:.2f}x"]
+            )
+        lines += [[name, 0, "does not run", "", why] for name, why in failed.items()]
+        title = f"## Rollout: {size}, {'groups of ' + str(group_size) if group_size > 1 else 'single responses'}"
+        text += [title, "", *markdown(["", "rounds", "seconds", "response tokens", "against generate"], lines)]
+    for row in of.get("memory", [])[-1:]:
+        text += [
+            "## Memory of an update",
+            "",
+            "Vocabulary 151,936, width 896, two layers, 8 rows of 512 response tokens,",
+        ]
+        text += [
+            f"above weights and gradients: {row['ours'] / 2**20:,.0f} MiB, {row['ours'] / row['full']:.2f}x of the"
+        ]
+        text += [
+            f"{row['full'] / 2**20:,.0f} MiB with all logits in float32. Gradients differ by {row['difference']:.1e} at"
+        ]
+        text += [f"most, the largest is {row['largest']:.1e}.", ""]
+    if "scaling" in of:
+        lines = []
+        for key in dict.fromkeys((r["name"], r["processes"], r["times"]) for r in of["scaling"]):
+            own = [r for r in of["scaling"] if (r["name"], r["processes"], r["times"]) == key]
+            speed = statistics.median(1e6 * r["seconds"] / r["tokens"] for r in own)
+            peak = middle(own, "peak_bytes") / 2**20
+            lines.append([*key, f"{middle(own, 'seconds'):.2f}", f"{speed:.0f}", f"{peak:,.0f}"])
+        head = [
+            "",
+            "processes",
+            "batch, times 64 responses",
+            "iteration, s",
+            "microseconds per token",
+            "peak memory, MiB",
+        ]
+        text += ["## Processes and batch size", "", *markdown(head, lines)]
+    if "start" in of:
+        lines = []
+        for name in dict.fromkeys(r["name"] for r in of["start"]):
+            own = [r for r in of["start"] if r["name"] == name]
+            lines.append([name, len(own), f"{middle(own, 'seconds'):.1f}"])
+        text += ["## From the launch to the first evaluation", "", *markdown(["", "launches", "seconds"], lines)]
+    if "ablation" in of:
+        lines, stacks = [], []
+        for name in dict.fromkeys(r["name"] for r in of["ablation"]):
+            own = [r for r in of["ablation"] if r["name"] == name]
+            parts = {key[5:]: middle(own, key) for key in own[0] if key.startswith("time/")}
+            times = [f"{parts[key]:.2f}" for key in ("rollout", "logprobs", "actor")]
+            ratio = ratios(of["ablation"], name, "as it is")
+            lines.append([name, len(own), f"{middle(own, 'seconds'):.2f}", *times, f"{ratio:.2f}x"])
+            stacks.append((name, parts))
+        head = ["grpo_llm.py", "rounds", "iteration, s", "rollout", "log-probs", "update", "against as it is"]
+        text += ["## What each thing buys", "", *markdown(head, lines)]
+        bars(RESULTS / "ablation.png", "grpo_llm.py without each of the things that make it fast", stacks)
+    if "floors" in of:
+        lines = [[r["name"], f"{r['per_second'] / 1e9:.1f}"] for r in of["floors"]]
+        text += ["## One core", "", *markdown(["", "billion operations, or bytes, per second"], lines)]
     (RESULTS / "README.md").write_text("\n".join(text))
     print("\n".join(text))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["iteration", "rollout", "memory", "scaling", "start", "table"])
+    parser.add_argument(
+        "what", choices=["iteration", "rollout", "memory", "scaling", "start", "ablation", "floors", "table"]
+    )
     parser.add_argument("--trl", help="python of an environment with the newest TRL")
     parser.add_argument("--trl-ppo", help="python of an environment with TRL 1.12.0")
     parser.add_argument("--size", choices=SIZES, default="tiny")

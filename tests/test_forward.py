@@ -104,7 +104,7 @@ def test_what_stands_on_padding_does_not_matter_to_values(critic):
     assert torch.allclose(critic(*one.inputs)[one.mask], critic(*other.inputs)[one.mask], atol=1e-6)
 
 
-def test_row_chunks_change_neither_logprobs_nor_gradients(algo, model):
+def test_chunks_change_neither_logprobs_nor_gradients(algo, model):
     batch, policy, sizes = Batch(), algo.Policy(model, entropy_needs_grad=True).train(), []
     weight = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0)) * batch.mask
     model.get_output_embeddings().register_forward_hook(lambda m, i, logits: sizes.append(logits.shape[0]))
@@ -116,9 +116,9 @@ def test_row_chunks_change_neither_logprobs_nor_gradients(algo, model):
         (weight * (logprobs + 0.3 * entropy)).sum().backward()
         return logprobs, entropy, *(p.grad.clone() for p in policy.parameters())
 
-    whole, most_rows = run(2**26), max(sizes)
-    chunked = run(2 * batch.width * model.config.vocab_size)
-    assert most_rows == len(batch.mask) and max(sizes) == 2
+    whole, most_tokens = run(2**26), max(sizes)
+    chunked = run(5 * model.config.vocab_size)
+    assert most_tokens == batch.mask.sum() and max(sizes) == 5  # padding has no logits
     assert all(torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(whole, chunked, strict=True))
 
 
@@ -127,6 +127,7 @@ def test_uniform_model_has_entropy_log_vocabulary(algo, tiny_model):
     torch.nn.init.zeros_(policy.model.get_output_embeddings().weight)
     logprobs, entropy = policy(*batch.inputs, 0.5)
     log_v = math.log(policy.model.config.vocab_size)
+    logprobs, entropy = logprobs[batch.mask], entropy[batch.mask]
     assert torch.allclose(logprobs, torch.tensor(-log_v)) and torch.allclose(entropy, torch.tensor(log_v))
     assert logprobs.requires_grad and not entropy.requires_grad  # no bonus: nothing of the entropy is kept
 
@@ -301,12 +302,12 @@ def test_pack_and_forward_all_put_everything_back(algo, max_tokens):
         assert prompt_columns[:, 0].any() and attention[:, -1].any()  # no column is padding in every row
     assert len(packed) == (2 if max_tokens == 10_000 else len(batch.mask) if max_tokens == 1 else len(packed))
 
-    def tokens_seen(ids, attention, steps, *extra):
+    def tokens_seen(ids, attention, steps, *extra, group_size=1):
         return ids[:, -steps:].float() + (0 if not extra else extra[0])
 
     expected = torch.where(batch.mask, batch.responses, 0).float()
     assert torch.equal(algo.forward_all(tokens_seen, minibatches, batch.mask), expected)
-    shifted = algo.forward_all(lambda *a: (tokens_seen(*a), None), minibatches, batch.mask, 2.0)
+    shifted = algo.forward_all(lambda *a, **k: (tokens_seen(*a, **k), None), minibatches, batch.mask, 2.0)
     assert torch.equal(shifted, torch.where(batch.mask, expected + 2, 0))
 
 
