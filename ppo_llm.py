@@ -1222,9 +1222,13 @@ def written_whole(path):
 
 
 def tidy(run_dir):
-    """Removes what a killed run has left half written; a best/ that is lost with it is made again, as it was."""
+    """Removes what a killed run has left half written; what it was about to replace is there again."""
     for path in [*run_dir.rglob(".*.tmp"), *run_dir.rglob(".*.old")]:
-        remove(path)
+        whole = path.with_name(path.name[1:-4])
+        if path.suffix == ".old" and not whole.exists():
+            path.rename(whole)
+        else:
+            remove(path)
 
 
 def lock(run_dir):

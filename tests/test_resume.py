@@ -109,7 +109,7 @@ def test_auto_takes_the_newest_and_cuts_what_came_after(main, tmp_path, capsys):
     whole = main(run_name="whole")
     copy = cut_back(whole, tmp_path / "runs" / "auto", 2).parents[1]
     (copy / "checkpoints" / ".step_000004.tmp").mkdir()  # killed while saving
-    (copy / "best").rename(copy / ".best.old")  # killed between two renames
+    (copy / "best").rename(copy / ".best.old")  # killed between two renames: it is there again, whatever comes
     with open(copy / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "rew')  # and while writing a line
     capsys.readouterr()
