@@ -668,12 +668,12 @@ def load_causal_lm(name, lora_rank=0):
     return model
 
 
-def join_groups(input_ids, attention_mask, position_ids, num_response_tokens, group_size):
-    """Every group_size rows answer one prompt and become one sequence without padding: prompt, response, response ...
+def to_sequences(input_ids, attention_mask, num_response_tokens, group_size):
+    """What goes through a model for rows (B,P+T): no padding between prompt and response, none more than it must be.
 
-    A response sees the prompt and itself, and counts its positions from the prompt, so that to the model nothing has
-    changed. Returns the model's inputs, (N,S) and a mask (N,1,S,S), and for each response token (B,T) the index
-    (sequence, position) of the token before it.
+    Every group_size rows answer one prompt and become one sequence: prompt, response, response ... A response sees the
+    prompt and itself, and counts its positions from the prompt, so that to the model nothing has changed. Returns the
+    model's inputs, ids (N,S), and for each response token (B,T) the index (sequence, position) of the token before it.
     """
     num_rows, num_prompt_tokens = len(input_ids), input_ids.shape[1] - num_response_tokens
     number = torch.arange(num_rows, device=input_ids.device)[:, None]  # (B,1)
@@ -682,19 +682,22 @@ def join_groups(input_ids, attention_mask, position_ids, num_response_tokens, gr
         responses = x[:, num_prompt_tokens:].reshape(-1, group_size * num_response_tokens)
         return torch.cat([x[::group_size, :num_prompt_tokens], responses], 1)
 
+    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
     owner = (number % group_size + 1).repeat(1, input_ids.shape[1])  # which response of its group a token is of
     owner[:, :num_prompt_tokens] = 0  # the prompt is of all
-    valid = join(attention_mask).bool()
+    valid = join(attention_mask)
     order = valid.sort(dim=1, descending=True, stable=True).indices[
         :, : int(valid.sum(1).max())
     ]  # padding is last, cut
     input_ids, position_ids, owner = (join(x).gather(1, order) for x in (input_ids, position_ids, owner))  # (N,S)
-    sees = (owner[:, None, :] == 0) | (owner[:, None, :] == owner[:, :, None])  # (N,S,S): query, key
-    sees = sees.tril() & valid.gather(1, order)[:, None, :]
-    inputs = {"input_ids": input_ids, "attention_mask": sees[:, None], "position_ids": position_ids}
+    mask = valid.gather(1, order)
+    if group_size > 1:
+        sees = (owner[:, None, :] == 0) | (owner[:, None, :] == owner[:, :, None])  # (N,S,S): query, key
+        mask = (sees.tril() & mask.bool()[:, None, :])[:, None]
     places = (valid.cumsum(1) - 1).clamp(min=0)  # where each token has gone
     prompt_end = places[:, num_prompt_tokens - 1].repeat_interleave(group_size)[:, None]
     places = torch.cat([prompt_end, places[:, num_prompt_tokens:].reshape(num_rows, -1)[:, :-1]], 1)  # (B,T)
+    inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
     return inputs, (number // group_size, places)
 
 
@@ -704,11 +707,7 @@ def response_states(backbone, input_ids, attention_mask, num_response_tokens, gr
     The one shift: the state at position t knows the tokens up to t and predicts token t+1. With group_size > 1 the
     prompt that so many rows share goes through the backbone once.
     """
-    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-    before = slice(None), slice(-num_response_tokens - 1, -1)
-    if group_size > 1:
-        inputs, before = join_groups(**inputs, num_response_tokens=num_response_tokens, group_size=group_size)
+    inputs, before = to_sequences(input_ids, attention_mask, num_response_tokens, group_size)
     return backbone(**inputs, use_cache=False).last_hidden_state[before]
 
 
@@ -736,7 +735,7 @@ class Policy(nn.Module):
     def forward(self, input_ids, attention_mask, num_response_tokens, temperature, group_size=1):
         """input_ids, attention_mask (B,L) -> logprobs, entropy (B,T) in fp32 of the last T = num_response_tokens.
 
-        0 on padding. group_size: so many rows at a time answer one prompt, see `join_groups`.
+        0 on padding. group_size: so many rows at a time answer one prompt, see `to_sequences`.
         """
         task = input_ids, attention_mask, num_response_tokens, group_size
         hidden = response_states(self.model.base_model, *task)  # (B,T,H)
@@ -1142,7 +1141,7 @@ class MicroBatch(NamedTuple):
 
     at: tuple  # (rows (b,), slice of t response columns)
     inputs: tuple  # input_ids (b,p+t), attention_mask (b,p+t), t
-    group_size: int  # so many rows at a time become one sequence, see join_groups
+    group_size: int  # so many rows at a time become one sequence, see to_sequences
 
 
 def best_join(query_mask, response_mask, group_size, max_tokens, hidden_size):
@@ -1162,28 +1161,24 @@ def best_join(query_mask, response_mask, group_size, max_tokens, hidden_size):
     return min(zip(works, sizes))[1]
 
 
-def pack(queries, query_mask, responses, response_mask, rows, max_tokens, group_size=1):
-    """Deals `rows` out to micro-batches of at most max_tokens padded tokens (or one sequence), longest first.
+def pack(queries, query_mask, responses, response_mask, rows, max_tokens, group_size=1, max_padding=math.inf):
+    """Deals `rows` out to micro-batches of at most max_tokens tokens, max_padding of them padding, longest first.
 
-    Every group_size of them answer one prompt and are one sequence. Columns that are padding in all rows of a
-    micro-batch are cut off. Made once per iteration and used by every pass: log-probs change by about 5e-6 with the
-    padding, and the ratio of an unchanged policy must be exactly 1.
+    Every group_size rows answer one prompt and are one sequence; one that is longer has a micro-batch of its own. Made
+    once per iteration and used by every pass: log-probs change by about 5e-6 with the padding, and the ratio of an
+    unchanged policy must be exactly 1.
     """
     prompts, answers = query_mask.sum(1).tolist(), response_mask.sum(1).tolist()
-    sequences = []  # (tokens of prompt and response, or 0 and all tokens of a group), rows
-    for i in range(0, len(rows), group_size):
-        group = list(rows[i : i + group_size])
-        joined = 0, prompts[group[0]] + sum(answers[row] for row in group)
-        sequences.append((joined if group_size > 1 else (prompts[group[0]], answers[group[0]]), group))
-    parts, widths = [], (0, 0)
-    for lengths, group in sorted(sequences, key=lambda sequence: (-sum(sequence[0]), sequence[1])):
-        wider = tuple(map(max, widths, lengths))
-        if parts and (len(parts[-1]) // group_size + 1) * sum(wider) <= max_tokens:
+    groups = [list(rows[i : i + group_size]) for i in range(0, len(rows), group_size)]
+    groups = [(prompts[group[0]] + sum(answers[row] for row in group), group) for group in groups]
+    parts, width, padding = [], 0, 0
+    for length, group in sorted(groups, key=lambda group: (-group[0], group[1])):
+        padding += max(0, width - length)
+        if parts and (len(parts[-1]) // group_size + 1) * width <= max_tokens and padding <= max_padding:
             parts[-1] += group
-            widths = wider
         else:
             parts.append(group)
-            widths = lengths
+            width, padding = length, 0
     microbatches = []
     for part in parts:  # at least one column: rows without a valid token take part as well
         p, t = max(1, *(prompts[row] for row in part)), max(1, *(answers[row] for row in part))
@@ -1758,9 +1753,11 @@ def main(args: Args, stop=None):
                 queries, query_mask = left_pad([row["input_ids"] for row in rows], pad_id, device)  # (B,P)
                 tokens = queries, query_mask, responses, response_mask
                 shares = [range(len(rows))[i : i + local_size] for i in range(0, len(rows), local_size)]
+                # On a CPU 128 tokens of padding cost about as much as a pass, on a GPU a pass costs thousands.
+                max_padding = 128 if device.type == "cpu" else math.inf
                 sizes = args.group_size if joins else 1, args.microbatch_tokens, hidden_size
                 joined = best_join(query_mask, response_mask, *sizes)
-                minibatches = [pack(*tokens, share, args.microbatch_tokens, joined) for share in shares]
+                minibatches = [pack(*tokens, share, args.microbatch_tokens, joined, max_padding) for share in shares]
                 even_out(minibatches)
                 # Responses and tokens of every optimizer step, over all ranks: the denominators of the losses.
                 step_sequences = [len(share) * world_size for share in shares]

@@ -9,10 +9,10 @@
     python benchmarks/speed.py floors       operations and bytes per second of one core
     python benchmarks/speed.py table        tables and figures of everything measured so far
 
-The peers have environments of their own: `pip install trl` (newest), and `trl==1.12.0` (the last that has a
-PPOTrainer). All contenders take turns, round by round; a number is the median over rounds of ratios within a round, of
-medians over the iterations after two of warm-up. Results are appended to benchmarks/results/speed/measured.jsonl, tables
-and figures are beside it.
+The peers have environments of their own: `pip install trl` (newest) and `trl==1.12.0` (the last with a PPOTrainer). All
+contenders take turns, round by round; a number is the median over rounds of ratios within a round, of medians over the
+iterations after two of warm-up. Results are appended to benchmarks/results/speed/measured.jsonl; tables and figures are
+made from it.
 """
 
 import argparse

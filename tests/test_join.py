@@ -155,13 +155,13 @@ def test_a_run_is_the_same(algo, toy_run, monkeypatch, spy, lora_rank):
     """With every term of the loss on; and a run with groups does join them."""
     flags = {"batch_size": 4, "group_size": 4, "minibatch_size": 8, "total_iterations": 2, "lora_rank": lora_rank}
     flags |= {"kl_loss_coef": 0.1, "entropy_coef": 0.01, "eval_every": 0, "lr": 1e-4}
-    calls = spy(algo, "join_groups")
+    calls = spy(algo, "to_sequences")
     _, joined = toy_run(run_name="joined", **flags)
-    assert calls
+    assert 4 in {args[3] for args, _ in calls}
     calls.clear()
     monkeypatch.setattr(algo, "can_join", lambda model: False)
     _, apart = toy_run(run_name="apart", **flags)
-    assert not calls
+    assert {args[3] for args, _ in calls} == {1}
     for a, b in zip(untimed(joined), untimed(apart), strict=True):
         assert a.keys() == b.keys()
         assert all(a[name] == pytest.approx(b[name], abs=2e-5, rel=1e-3) for name in a)
@@ -182,6 +182,6 @@ def test_models_that_cannot_are_told(toy_run, algo, monkeypatch, capsys):
 @only_ppo
 def test_a_critic_that_cannot_join_keeps_all_apart(algo, toy_run, monkeypatch, spy):
     monkeypatch.setattr(algo, "can_join", lambda model: "Causal" in type(model).__name__)
-    calls = spy(algo, "join_groups")
+    calls = spy(algo, "to_sequences")
     toy_run(group_size=2, total_iterations=1)
-    assert not calls
+    assert {args[3] for args, _ in calls} == {1}

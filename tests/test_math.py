@@ -419,15 +419,18 @@ def test_left_pad(algo):
 
 
 @pytest.mark.parametrize("max_tokens", [1, 12, 20, 45, 10**6])
+@pytest.mark.parametrize("max_padding", [0, 5, math.inf])
 @pytest.mark.parametrize("seed", range(3))
-def test_pack(algo, seed, max_tokens):
+def test_pack(algo, seed, max_tokens, max_padding):
     rng = random.Random(seed)
     prompts = [[100 * i + k for k in range(rng.randint(1, 9))] for i in range(14)]
     answers = [[100 * i + 50 + k for k in range(rng.randint(1, 8))] for i in range(14)]
     queries, query_mask = algo.left_pad(prompts, -1, "cpu")
     responses = torch.tensor([a + [-1] * (9 - len(a)) for a in answers])  # no row fills the width
     chosen = range(2, 13)
-    microbatches = algo.pack(queries, query_mask, responses, responses >= 0, chosen, max_tokens)
+    microbatches = algo.pack(
+        queries, query_mask, responses, responses >= 0, chosen, max_tokens, max_padding=max_padding
+    )
     order = [i for mb in microbatches for i in mb.at[0].tolist()]
     assert sorted(order) == list(chosen)
     sizes = [len(prompts[i] + answers[i]) for i in order]
@@ -436,11 +439,14 @@ def test_pack(algo, seed, max_tokens):
         (input_ids, attention_mask, t), rows = mb.inputs, mb.at[0].tolist()
         p = input_ids.shape[1] - t
         assert (p, t) == (max(len(prompts[i]) for i in rows), max(len(answers[i]) for i in rows))
-        assert input_ids.numel() <= max_tokens or len(rows) == 1
+        lengths = [len(prompts[i] + answers[i]) for i in rows]
+        assert len(rows) * max(lengths) <= max_tokens or len(rows) == 1
+        padding = sum(max(lengths) - n for n in lengths)
+        assert padding <= max_padding
         if following:  # no micro-batch is closed while its next row would have fitted
-            more = rows + following.at[0].tolist()[:1]
-            width = max(len(prompts[i]) for i in more) + max(len(answers[i]) for i in more)
-            assert len(more) * width > max_tokens
+            following = following.at[0].tolist()[0]
+            padding += max(lengths) - len(prompts[following] + answers[following])
+            assert (len(rows) + 1) * max(lengths) > max_tokens or padding > max_padding
         for i, ids, mask in zip(rows, input_ids.tolist(), attention_mask.tolist()):
             left, right = p - len(prompts[i]), t - len(answers[i])
             assert ids == [-1] * left + prompts[i] + answers[i] + [-1] * right
