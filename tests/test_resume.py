@@ -249,7 +249,14 @@ def test_a_stopped_run_saves_and_goes_on(algo, main, monkeypatch, capsys, when):
             stop.set()
         return real(*args, **kwargs)
 
+    draw = algo.draw_prompts
+
+    def drawn(*args):
+        assert not stop.is_set(), "a rollout that nothing will come of"
+        return draw(*args)
+
     with monkeypatch.context() as patch:
+        patch.setattr(algo, "draw_prompts", drawn)
         patch.setattr(algo, name, counted)
         run_dir = main(stop, run_name="run", save_every=0, eval_every=1)
     reached = {"rollout": 2, "update": 3, "evaluation": 3, "start": 0}[when]
