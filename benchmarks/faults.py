@@ -98,7 +98,7 @@ def undisturbed(folder):
 
 
 def kills(count, folder):
-    """Moments are drawn from the launch to the end of an undisturbed run; results are added to those of earlier calls."""
+    """Moments are drawn from launch to end of an undisturbed run; results are added to those of earlier calls."""
     log = RESULTS / "kills.jsonl"
     earlier = len(log.read_text().splitlines()) if log.exists() else 0
     whole, rng = undisturbed(folder), random.Random(earlier)
@@ -133,8 +133,8 @@ def kills(count, folder):
             shutil.rmtree(run_dir)
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     late, rows = [r for r in rows if r["finished"]], [r for r in rows if not r["finished"]]
-    text = f"{sum(r['same'] for r in rows)} of {len(rows)} runs ended with the weights and metrics of the undisturbed run, "
-    text += "to the bit, after one kill -9 at a random moment and `--resume auto`.\n\n"
+    text = f"{sum(r['same'] for r in rows)} of {len(rows)} runs ended with the weights and metrics of the undisturbed "
+    text += "run, to the bit, after one kill -9 at a random moment and `--resume auto`.\n\n"
     table = ["| script | worker killed | launcher killed | same at the end |", "| --- | --- | --- | --- |"]
     for script in SCRIPTS:
         mine = [r for r in rows if r["script"] == script]
