@@ -98,9 +98,11 @@ def undisturbed(folder):
 
 
 def kills(count, folder):
-    """The moment is drawn between the first line of the console and the end of an undisturbed run."""
-    whole, rng, rows = undisturbed(folder), random.Random(0), []
-    for number in range(count):
+    """Moments are drawn from launch to end of an undisturbed run; results are added to those of earlier calls."""
+    log = RESULTS / "kills.jsonl"
+    earlier = len(log.read_text().splitlines()) if log.exists() else 0
+    whole, rng = undisturbed(folder), random.Random(earlier)
+    for number in range(earlier, earlier + count):
         script, victim = SCRIPTS[number % 3], ("worker", "launcher")[number % 2]
         name, own = f"kill-{number}", OWN[script].split()
         moment = rng.uniform(4, whole[script][1])
@@ -122,23 +124,33 @@ def kills(count, folder):
         code = start(ROOT / f"{script}.py", folder, name, "--resume", "auto", *own).wait(300)
         same = code == 0 and outcome(run_dir) == whole[script][0]
         left = [p.name for p in run_dir.rglob(".*") if p.name != ".lock"]
-        rows.append((script, victim, moment, lines, saving, finished, gone, code, same and not left))
-        print(*rows[-1], flush=True)
-        if rows[-1][-1]:
-            subprocess.run(["rm", "-r", str(run_dir)], check=True)
-    good = sum(row[-1] for row in rows)
-    when = Counter("end" if r[5] else "start" if r[3] == 0 else "saving" if r[4] else "iterations" for r in rows)
-    text = f"{good} of {count} runs ended with the weights and metrics of the undisturbed run, to the bit, after one "
-    text += "kill -9 at a random moment and `--resume auto`.\n\n"
-    text += "| script | worker killed | launcher killed | same at the end |\n| --- | --- | --- | --- |\n"
+        row = {"script": script, "victim": victim, "moment": moment, "lines": lines, "saving": saving}
+        row |= {"finished": finished, "gone": gone, "code": code, "same": same and not left}
+        print(row, flush=True)
+        with open(log, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        if row["same"]:
+            shutil.rmtree(run_dir)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    late, rows = [r for r in rows if r["finished"]], [r for r in rows if not r["finished"]]
+    text = f"{sum(r['same'] for r in rows)} of {len(rows)} runs ended with the weights and metrics of the undisturbed "
+    text += "run, to the bit, after one kill -9 at a random moment and `--resume auto`.\n\n"
+    table = ["| script | worker killed | launcher killed | same at the end |", "| --- | --- | --- | --- |"]
     for script in SCRIPTS:
-        mine = [row for row in rows if row[0] == script]
-        killed = [sum(row[1] == victim for row in mine) for victim in ("worker", "launcher")]
-        text += f"| {script}.py | {killed[0]} | {killed[1]} | {sum(r[-1] for r in mine)} of {len(mine)} |\n"
-    text += f"\nKilled before the first line of metrics: {when['start']}; within the iterations: {when['iterations']}; "
-    text += f"while a checkpoint or a model was being written: {when['saving']}; when final/ was there: {when['end']}. "
-    text += f"The last process of a killed run was gone after {max(row[6] for row in rows):.1f} s at most, "
-    text += f"{statistics.median(row[6] for row in rows):.1f} s in the median.\n"
+        mine = [r for r in rows if r["script"] == script]
+        killed = [sum(r["victim"] == victim for r in mine) for victim in ("worker", "launcher")]
+        table.append(f"| {script}.py | {killed[0]} | {killed[1]} | {sum(r['same'] for r in mine)} of {len(mine)} |")
+    when = Counter("start" if r["lines"] == 0 else "saving" if r["saving"] else "iterations" for r in rows)
+    text += "\n".join(table)
+    text += (
+        f"\n\nKilled before the first line of metrics: {when['start']}; within the iterations: {when['iterations']}; "
+    )
+    text += f"while a checkpoint or a model was being written: {when['saving']}. The last process of a killed run was "
+    text += (
+        f"gone after {max(r['gone'] for r in rows):.1f} s at most, {statistics.median(r['gone'] for r in rows):.1f} s "
+    )
+    text += f"in the median. {len(late)} more moments came when final/ was already there and are not counted "
+    text += f"({sum(r['same'] for r in late)} of them the same).\n"
     (RESULTS / "kills.md").write_text(text)
     print(text)
 

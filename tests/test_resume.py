@@ -209,7 +209,7 @@ def test_bad_ways_to_resume(main, message):
     assert (run_dir / "checkpoints" / "step_000003" / "progress.json").exists()
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "gone"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "gone", "progress"])
 def test_a_damaged_checkpoint_is_refused(main, message, damage):
     """A flipped bit, too: it would be a weight like any other."""
     run_dir = main(run_name="run", total_iterations=2)
@@ -218,10 +218,14 @@ def test_a_damaged_checkpoint_is_refused(main, message, damage):
     data[-1000] ^= 4
     if damage == "gone":
         shard.unlink()
+    elif damage == "progress":  # another coefficient, or data position, is as bad as another weight
+        file = shard.with_name("progress.json")
+        file.write_text(file.read_text().replace('"num_drawn": ', '"num_drawn": 1'))
     else:
         shard.write_bytes({"flipped": data, "cut": data[:-1000], "empty": b""}[damage])
     before = sorted((p, p.stat().st_mtime_ns) for p in run_dir.rglob("[!.]*"))
-    assert f"its file {shard.name} is missing or damaged" in message(run_name="run", resume="auto")
+    words = "its progress.json is damaged" if damage == "progress" else f"its file {shard.name} is missing or damaged"
+    assert words in message(run_name="run", resume="auto")
     assert sorted((p, p.stat().st_mtime_ns) for p in run_dir.rglob("[!.]*")) == before
 
 
@@ -249,7 +253,14 @@ def test_a_stopped_run_saves_and_goes_on(algo, main, monkeypatch, capsys, when):
             stop.set()
         return real(*args, **kwargs)
 
+    draw = algo.draw_prompts
+
+    def drawn(*args):
+        assert not stop.is_set(), "a rollout that nothing will come of"
+        return draw(*args)
+
     with monkeypatch.context() as patch:
+        patch.setattr(algo, "draw_prompts", drawn)
         patch.setattr(algo, name, counted)
         run_dir = main(stop, run_name="run", save_every=0, eval_every=1)
     reached = {"rollout": 2, "update": 3, "evaluation": 3, "start": 0}[when]
@@ -424,6 +435,20 @@ def test_what_has_the_name_is_whole(algo, tmp_path):
             raise KeyboardInterrupt
         assert (path if path.is_file() else path / "a").read_text() == "new"
     assert not list(tmp_path.glob(".*"))
+
+
+def test_tidy_puts_back_what_was_being_replaced(algo, tmp_path):
+    for name in (".best.old", ".best.tmp", ".final.tmp", "checkpoints", "checkpoints/.step_000002.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a").write_text(name)
+    (tmp_path / ".eval.jsonl.tmp").write_text("half")
+    algo.tidy(tmp_path)
+    assert (tmp_path / "best" / "a").read_text() == ".best.old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "checkpoints"]
+    (tmp_path / ".best.old").mkdir()  # killed after the second rename
+    algo.tidy(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "checkpoints"]
+    assert (tmp_path / "best" / "a").read_text() == ".best.old"
 
 
 # --- real processes --------------------------------------------------------------------------------------------------
