@@ -669,11 +669,11 @@ def load_causal_lm(name, lora_rank=0):
 
 
 def to_sequences(input_ids, attention_mask, num_response_tokens, group_size):
-    """What goes through a model for rows (B,P+T): no padding between prompt and response, none more than it must be.
+    """What goes through a model for rows (B,P+T): sequences (N,S) without padding before their ends.
 
     Every group_size rows answer one prompt and become one sequence: prompt, response, response ... A response sees the
     prompt and itself, and counts its positions from the prompt, so that to the model nothing has changed. Returns the
-    model's inputs, ids (N,S), and for each response token (B,T) the index (sequence, position) of the token before it.
+    model's inputs, and for each response token (B,T) the index (sequence, position) of the token before it.
     """
     num_rows, num_prompt_tokens = len(input_ids), input_ids.shape[1] - num_response_tokens
     number = torch.arange(num_rows, device=input_ids.device)[:, None]  # (B,1)
@@ -682,33 +682,32 @@ def to_sequences(input_ids, attention_mask, num_response_tokens, group_size):
         responses = x[:, num_prompt_tokens:].reshape(-1, group_size * num_response_tokens)
         return torch.cat([x[::group_size, :num_prompt_tokens], responses], 1)
 
-    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    owner = (number % group_size + 1).repeat(1, input_ids.shape[1])  # which response of its group a token is of
-    owner[:, :num_prompt_tokens] = 0  # the prompt is of all
-    valid = join(attention_mask)
-    order = valid.sort(dim=1, descending=True, stable=True).indices[
-        :, : int(valid.sum(1).max())
-    ]  # padding is last, cut
-    input_ids, position_ids, owner = (join(x).gather(1, order) for x in (input_ids, position_ids, owner))  # (N,S)
-    mask = valid.gather(1, order)
+    valid, position_ids = join(attention_mask), (attention_mask.cumsum(1) - 1).clamp(min=0)
+    length = int(valid.sum(1).max())
+    order = valid.sort(dim=1, descending=True, stable=True).indices[:, :length]  # padding goes to the end, and is cut
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+    inputs = {name: join(x).gather(1, order) for name, x in inputs.items()}  # (N,S)
     if group_size > 1:
+        owner = (number % group_size + 1).repeat(1, input_ids.shape[1])  # which response of its group a token is of
+        owner[:, :num_prompt_tokens] = 0  # the prompt is of all
+        owner = join(owner).gather(1, order)
         sees = (owner[:, None, :] == 0) | (owner[:, None, :] == owner[:, :, None])  # (N,S,S): query, key
-        mask = (sees.tril() & mask.bool()[:, None, :])[:, None]
+        inputs["attention_mask"] = (sees.tril() & inputs["attention_mask"].bool()[:, None, :])[:, None]
     places = (valid.cumsum(1) - 1).clamp(min=0)  # where each token has gone
     prompt_end = places[:, num_prompt_tokens - 1].repeat_interleave(group_size)[:, None]
     places = torch.cat([prompt_end, places[:, num_prompt_tokens:].reshape(num_rows, -1)[:, :-1]], 1)  # (B,T)
-    inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
-    return inputs, (number // group_size, places)
+    return inputs, ((number // group_size).expand_as(places), places)
 
 
 def response_states(backbone, input_ids, attention_mask, num_response_tokens, group_size=1):
-    """Hidden states (B,T,H) from which the last T tokens are predicted. Padding may be anywhere.
+    """Hidden states (n,H) from which the n response tokens that are no padding are predicted, row by row.
 
-    The one shift: the state at position t knows the tokens up to t and predicts token t+1. With group_size > 1 the
-    prompt that so many rows share goes through the backbone once.
+    The one shift: the state at position t knows the tokens up to t and predicts token t+1. Padding may be anywhere.
+    With group_size > 1 the prompt that so many rows share goes through the backbone once.
     """
     inputs, before = to_sequences(input_ids, attention_mask, num_response_tokens, group_size)
-    return backbone(**inputs, use_cache=False).last_hidden_state[before]
+    valid = attention_mask[:, -num_response_tokens:].bool()
+    return backbone(**inputs, use_cache=False).last_hidden_state[before[0][valid], before[1][valid]]
 
 
 def can_join(model):
@@ -738,9 +737,9 @@ class Policy(nn.Module):
         0 on padding. group_size: so many rows at a time answer one prompt, see `to_sequences`.
         """
         task = input_ids, attention_mask, num_response_tokens, group_size
-        hidden = response_states(self.model.base_model, *task)  # (B,T,H)
+        hidden = response_states(self.model.base_model, *task)  # (n,H): there are no logits of padding
         valid = attention_mask[:, -num_response_tokens:].bool()  # (B,T)
-        hidden, labels = hidden[valid], input_ids[:, -num_response_tokens:][valid]  # (n,H), (n,): no logits of padding
+        labels = input_ids[:, -num_response_tokens:][valid]  # (n,)
         head = self.model.get_output_embeddings()
 
         def chunk_forward(hidden, labels):
@@ -780,11 +779,13 @@ class Critic(nn.Module):
         add_lora(self.model, adapter, lora_rank, task_type="TOKEN_CLS", **whole)
 
     def forward(self, input_ids, attention_mask, num_response_tokens, group_size=1):
-        """input_ids, attention_mask (B,L) -> values (B,T) in fp32; group_size as in `Policy`."""
+        """input_ids, attention_mask (B,L) -> values (B,T) in fp32, 0 on padding; group_size as in `Policy`."""
         task = input_ids, attention_mask, num_response_tokens, group_size
-        hidden = response_states(self.model.base_model, *task)
+        hidden = response_states(self.model.base_model, *task)  # (n,H)
+        valid = attention_mask[:, -num_response_tokens:].bool()  # (B,T)
         with torch.autocast(hidden.device.type, enabled=False):  # a value in bf16 would have two digits
-            return getattr(self.model, self.head_name)(hidden.float()).squeeze(-1)
+            values = getattr(self.model, self.head_name)(hidden.float()).squeeze(-1)
+        return torch.zeros(valid.shape, device=values.device).masked_scatter(valid, values)
 
 
 class RewardModel:

@@ -68,7 +68,10 @@ UNDONE = {
     },
     "finished rows stay": {"if num_alive <= 0.9 * len(rows):": "if False:"},
     "logits of padding": {
-        "= attention_mask[:, -num_response_tokens:].bool()": "= attention_mask[:, -num_response_tokens:] >= 0"
+        "attention_mask[:, -num_response_tokens:].bool()": "torch.ones_like(attention_mask[:, -num_response_tokens:]).bool()"
+    },
+    "micro-batches by size alone": {
+        'max_padding = 128 if device.type == "cpu" else math.inf': "max_padding = math.inf"
     },
     "AdamW not fused": {', "fused": True}': "}"},
 }
@@ -302,8 +305,8 @@ if kind == "ours":
     logprobs, _ = policy(ids, mask, 512, 1.0)
 else:
     hidden = algo.response_states(model.base_model, ids, mask, 512)
-    logits = model.get_output_embeddings()(hidden).float()
-    logprobs = logits.log_softmax(-1).gather(-1, ids[:, -512:, None]).squeeze(-1)
+    logits = model.get_output_embeddings()(hidden).float()  # (4096,V)
+    logprobs = logits.log_softmax(-1).gather(-1, ids[:, -512:].reshape(-1, 1)).view(8, 512)
 (logprobs * weights).sum().backward()
 print(json.dumps({{"peak": resident("VmHWM") - before}}))
 torch.save({{name: p.grad for name, p in policy.named_parameters()}}, sys.argv[2])
