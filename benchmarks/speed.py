@@ -60,16 +60,14 @@ algo.main(algo.parse_args())
 # What is undone, as replacements in a copy of grpo_llm.py.
 UNDONE = {
     "as it is": {},
-    "every response with its own prompt": {"joins = args.group_size > 1 and can_join(model)": "joins = False"},
+    "every response with its own prompt": {"args.group_size > 1 and can_join(model)": "False"},
     "prefill for every response": {
         "    group_size = num_rows // len(queries)\n": "    repeats = num_rows // len(queries)\n"
         "    queries, query_mask = queries.repeat_interleave(repeats, 0), query_mask.repeat_interleave(repeats, 0)\n"
         "    group_size = 1\n"
     },
     "finished rows stay": {"if num_alive <= 0.9 * len(rows):": "if False:"},
-    "logits of padding": {
-        "attention_mask[:, -num_response_tokens:].bool()": "torch.ones_like(attention_mask[:, -num_response_tokens:]).bool()"
-    },
+    "logits of padding": {"[:, -num_response_tokens:].bool()": "[:, -num_response_tokens:] >= 0"},
     "micro-batches by size alone": {
         'max_padding = 128 if device.type == "cpu" else math.inf': "max_padding = math.inf"
     },
