@@ -155,6 +155,8 @@ def resumed():
     steps = {"total_iterations": int(parts[0]), "save_every": 1, "keep_checkpoints": 9, "microbatch_tokens": 40}
     kl = {"kl_controller": "adaptive", "kl_horizon": 100.0, "lr_schedule": "constant"}
     adam = {"sgd": False, "lr": 1e-3, "critic_lr": 1e-3, "generate": None}
+    files = FOLDER.parent / "files"  # every world has a copy, and one run must not change these
+    changes |= {"model": str(files / "model"), "reward": f"{files}/reward.py:early"}
     record("run", **steps | ALL_TERMS | kl | adam | changes, eval_every=1, eval_dataset=str(FOLDER / "eval1.jsonl"))
 
 

@@ -178,7 +178,7 @@ def make_checkpoint(paths):
     AcceleratorState._reset_state(True)
     changes = {"run_name": f"{paths.script} to resume", "save_every": 1}
     with contextlib.redirect_stdout(io.StringIO()):
-        run_dir = algo.main(algo.Args(**BASES[paths.script] | options | changes))
+        run_dir = algo.main(make_args(algo, **BASES[paths.script] | options | changes))
     return str(run_dir / "checkpoints" / "step_000001")
 
 
