@@ -142,6 +142,8 @@ class RolloutArgs:
     """prompts per iteration"""
     group_size: int = 1
     """responses per prompt"""
+    rollout_batch_size: int = 256
+    """responses sampled at a time on each device: lower it when the KV cache is too large, nothing else changes"""
     temperature: float = 1.0
     """divides the logits in sampling and in every log-prob"""
     top_p: float = 1.0
@@ -1056,7 +1058,7 @@ def sample_tokens(logits, uniforms, temperature, top_p, top_k):
         beyond = probs.cumsum(-1) - probs >= top_p  # the likeliest token always stays
         logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
     logprobs = logits.log_softmax(-1)
-    cumulative = logprobs.double().exp().cumsum(-1)  # fp32 would lose the rare tokens of a large vocabulary
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)  # fp32 would lose the rare tokens of a large vocabulary
     tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
     tokens = tokens.clamp(max=logits.shape[-1] - 1)  # (B,1)
     return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
@@ -1253,10 +1255,11 @@ def evaluate(model, tokenizer, rows, reward_function, args, accelerator, eos_ids
     noise = torch.rand(len(rows), args.max_response_length, generator=generator("eval", args.seed), dtype=torch.float64)
     # Rows of similar length together: less padding. Dealt out, every row is scored exactly once.
     local = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))[accelerator.process_index :: world_size]
-    size, moments, completions = math.ceil(args.batch_size * args.group_size / world_size), Moments(device), []
+    moments, completions = Moments(device), []
     for name in ("eval/score", "eval/score_sampled", "eval/length_mean"):
         moments.add(name, torch.zeros(0, device=device))  # a rank may have no row, yet takes part in the sum
-    for index in (local[i : i + size] for i in range(0, len(local), size)):
+    for i in range(0, len(local), args.rollout_batch_size):
+        index = local[i : i + args.rollout_batch_size]
         chunk = [rows[i] for i in index]
         queries, query_mask = left_pad([row["input_ids"] for row in chunk], pad_id, device)
         result = [{"prompt": row["prompt"], "answer": row["answer"]} for row in chunk]
@@ -1451,7 +1454,7 @@ def save_completions(path, completions, accelerator):
 def check_args(args, world_size):
     """Raises UserError for flags that make no sense, alone or together."""
     sizes = "batch_size group_size minibatch_size microbatch_tokens ppo_epochs max_prompt_length max_response_length"
-    sizes = f"{sizes} keep_checkpoints shard_group_size"
+    sizes = f"{sizes} keep_checkpoints rollout_batch_size shard_group_size"
     positive = f"{sizes} is_cap temperature top_p max_grad_norm value_clip target_kl kl_target kl_horizon"
     counts = "seed lora_rank total_iterations eval_every save_every warmup_iterations critic_warmup_iterations top_k"
     coefs = "lr critic_lr weight_decay gamma lam clip_low clip_high entropy_coef kl_reward_coef kl_loss_coef"
@@ -1734,11 +1737,13 @@ def main(args: Args, stop=None):
                 noise = generator("rollout", args.seed, iteration)
                 shape = (args.batch_size, args.group_size, args.max_response_length)
                 uniforms = torch.rand(shape, generator=noise, dtype=torch.float64)
-                uniforms = uniforms[rank::world_size].flatten(0, 1).to(device)  # (B,T)
-                sampling = args.temperature, args.top_p, args.top_k
-                inputs = queries, query_mask, uniforms, eos_ids, pad_id
+                uniforms = uniforms[rank::world_size].to(device)  # (N,G,T)
+                size = max(1, args.rollout_batch_size // args.group_size)  # prompts at a time
+                options = eos_ids, pad_id, args.temperature, args.top_p, args.top_k
+                chunks = zip(queries.split(size), query_mask.split(size), uniforms.split(size))
                 with generating(policy, gathered) as actor:
-                    responses, rollout_logprobs = generate(actor, *inputs, *sampling)  # (B,T)
+                    sampled = [generate(actor, q, m, u.flatten(0, 1), *options) for q, m, u in chunks]
+                responses, rollout_logprobs = (torch.cat(part) for part in zip(*sampled))  # (B,T)
                 response_mask = make_response_mask(responses, eos_ids)  # (B,T)
                 lengths = response_mask.sum(1)  # (B,)
                 ended = torch.isin(responses, torch.tensor(eos_ids, device=device, dtype=torch.long)).any(1)  # (B,)

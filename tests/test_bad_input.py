@@ -18,6 +18,7 @@ from transformers import (
 )
 
 SIZES = "max_prompt_length max_response_length batch_size group_size ppo_epochs minibatch_size microbatch_tokens"
+SIZES += " rollout_batch_size"
 POSITIVE = f"{SIZES} is_cap temperature max_grad_norm kl_target kl_horizon target_kl top_p"
 NOT_NEGATIVE = "lora_rank total_iterations top_k lr warmup_iterations weight_decay clip_low"
 NOT_NEGATIVE += " seed clip_high missing_eos_penalty entropy_coef kl_reward_coef kl_loss_coef eval_every"

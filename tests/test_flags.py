@@ -48,7 +48,8 @@ def odd(prompts, responses, answers):
 
 class Run(SimpleNamespace):
     """What a run left: folder, metrics (those of its time left out), output, steps (optimizer steps by kind), forwards
-    (of the policy), rows and eval_rows (completions of the last iteration), model and critic (weights of final/)."""
+    (of the policy), sampled (responses of each call), rows and eval_rows (completions of the last iteration), model and
+    critic (weights of final/)."""
 
     def __getitem__(self, name):
         """A metric in every iteration that has it."""
@@ -102,7 +103,8 @@ def execute(algo, paths, cache):
         AcceleratorState._reset_state(True)
         options = {"model": paths.model, "dataset": paths.data, "reward": paths.reward} | BASES[algo.__name__]
         options |= {"output_dir": str(paths.folder / algo.__name__), "run_name": f"run{len(cache)}"}
-        steps, forwards, checkpointing, output = Counter(), [], [], io.StringIO()
+        steps, forwards, sampled, checkpointing, output = Counter(), [], [], [], io.StringIO()
+        generate = algo.generate
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
 
             def counted(owner, name, count):
@@ -114,6 +116,7 @@ def execute(algo, paths, cache):
                 steps["actor" if actor else "critic"] += 1
 
             counted(torch.optim.AdamW, "step", count_step)
+            patch.setattr(algo, "generate", lambda *a: (sampled.append(len(a[3])), generate(*a))[1])
             counted(algo.Policy, "forward", lambda self, ids, *a: forwards.append(ids.numel()))
             counted(PreTrainedModel, "gradient_checkpointing_enable", lambda self, *a: checkpointing.append(self))
             run_dir = algo.main(make_args(algo, **options | changes))
@@ -121,6 +124,7 @@ def execute(algo, paths, cache):
         result = Run(folder=run_dir, metrics=untimed(read_metrics(run_dir)), output=output.getvalue(), steps=steps)
         result.has_critic = has_critic(algo)
         result.forwards, result.checkpointing, result.rows = forwards, len(checkpointing), last.get("step", [])
+        result.sampled = sampled
         result.eval_rows = last.get("eval", [])
         if (run_dir / "final" / "model.safetensors").exists():
             result.model = load_file(run_dir / "final" / "model.safetensors")
@@ -274,6 +278,15 @@ SHARED_CASES = {
     "total_iterations": (3, lambda a, b: [m["step"] for m in b.metrics] == [0, 1, 2, 3]),
     "ppo_epochs": (1, lambda a, b: learns_differently(a, b) and (a.steps["actor"], b.steps["actor"]) == (8, 4)),
     "minibatch_size": (2, lambda a, b: learns_differently(a, b) and (num_steps(a), num_steps(b)) == (8, 16)),
+    "rollout_batch_size": (  # nothing else changes
+        4,
+        lambda a, b: (
+            max(a.sampled) >= 8 > 4 == max(b.sampled)
+            and sum(a.sampled) == sum(b.sampled)
+            and all(x == pytest.approx(y, rel=1e-3, abs=1e-4) for x, y in zip(a.metrics, b.metrics))
+        ),
+        {"lr": 1e-4, "total_iterations": 1},
+    ),
     "microbatch_tokens": (  # nothing else changes
         60,
         lambda a, b: (

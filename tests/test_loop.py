@@ -88,7 +88,8 @@ def same_weights(a, b):
         {"microbatch_tokens": 60},
         {"gradient_checkpointing": True},
     ]
-    + [{"dtype": "bfloat16"}, {"group_size": 2, "minibatch_size": 8}, {"entropy_coef": 0.1, "kl_loss_coef": 0.1}],
+    + [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "kl_reward_coef": 0.1}, {"rollout_batch_size": 2}]
+    + [{"group_size": 2, "minibatch_size": 8}, {"entropy_coef": 0.1, "kl_loss_coef": 0.1}],
     ids=str,
 )
 def test_without_learning_the_ratio_is_exactly_1(toy_run, changes):
@@ -118,6 +119,22 @@ def test_with_dropout_in_the_checkpoint_the_ratio_is_exactly_1(toy_run, tmp_path
     _, metrics = toy_run(model=model, lr=0.0, critic_lr=0.0, ppo_epochs=2, kl_reward_coef=0.1)
     for m in metrics[1:]:
         assert m["actor/ratio_mean"] == m["actor/ratio_max"] == 1 and m["kl/mean"] == 0
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_in_bfloat16_the_reference_takes_half_the_memory(algo, toy_run, spy, capsys, tmp_path, tie):
+    """What autocast computes in bfloat16 is kept in it: the KL of an unchanged policy stays exactly 0 (see above)."""
+    if algo.__name__ == "ppo_llm_fsdp":
+        pytest.skip("the shards of a reference stay float32")
+    passes = spy(algo, "forward_all")
+    model = make_model(tmp_path / "model", tie_word_embeddings=tie)
+    toy_run(model=model, dtype="bfloat16", kl_reward_coef=0.1, total_iterations=1)
+    policy, reference = (args[0].model for args, _ in passes[:2])
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    linear = {module.weight.dtype for module in reference.model.modules() if isinstance(module, torch.nn.Linear)}
+    assert linear == {torch.bfloat16} and reference.get_input_embeddings().weight.dtype == torch.float32
+    assert reference.lm_head.weight.dtype == (torch.float32 if tie else torch.bfloat16)
+    assert "2 or 4 for a frozen one" in capsys.readouterr().out
 
 
 def test_learning_moves_the_ratio(toy_run):
