@@ -6,7 +6,7 @@ Memory: a model of 50 million random weights on 2 and 4 processes; all tensors t
 optimizer step (parameters, gradients, optimizer state of all models), and the largest size the process ever had.
 Time: the embedded task and that model on 2 processes; seconds per phase, and the seconds that a process of
 ppo_llm_fsdp.py spends inside collectives (transfers and waiting for the others; DDP's overlap with its backward pass
-and are not counted). Medians over iterations and repetitions.
+and are not counted, but with --time-ddp, where each is waited for). Medians over iterations and repetitions.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import torch.distributed as dist
 import tyro
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +55,7 @@ def worker(script, output, flags):
     spec = importlib.util.spec_from_file_location(script, ROOT / f"{script}.py")
     algo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(algo)
-    spent, seconds, sizes, log = [0.0], [], [], Accelerator.log
+    spent, seconds, sizes, log, prepare_model = [0.0], [], [], Accelerator.log, Accelerator.prepare_model
 
     def timed(function):
         def call(*args, **kwargs):
@@ -70,11 +71,26 @@ def worker(script, output, flags):
         spent[0] = 0.0
         return log(*args, **kwargs)
 
+    def exchange(_, bucket):  # of DDP's gradients
+        gradients = bucket.buffer() / dist.get_world_size()
+        dist.all_reduce(gradients)
+        done = torch.futures.Future()
+        done.set_result(gradients)
+        return done
+
+    def prepare(*args, **kwargs):
+        model = prepare_model(*args, **kwargs)
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(None, exchange)
+        return model
+
     for name in (name for name in COLLECTIVES if hasattr(dist, name)):  # their names depend on torch's version
         setattr(dist, name, timed(getattr(dist, name)))
     Accelerator.log = log_and_note
+    if "--time-ddp" in flags:
+        Accelerator.prepare_model = prepare
     measure = "--memory" in flags
-    flags = [flag for flag in flags if flag != "--memory"]
+    flags = [flag for flag in flags if flag not in ("--memory", "--time-ddp")]
     if measure:
         register_optimizer_step_post_hook(lambda *_: sizes.append(live_bytes()))
     run_dir = algo.main(tyro.cli(algo.Args, args=flags))

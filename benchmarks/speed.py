@@ -6,12 +6,13 @@
     python benchmarks/speed.py scaling      two processes against one, batches of 1x to 8x
     python benchmarks/speed.py start        from launch to the first evaluation
     python benchmarks/speed.py ablation     GRPO without each of the things that make it fast
+    python benchmarks/speed.py profile      what the phases of an iteration spend their time on
     python benchmarks/speed.py floors       operations and bytes per second of one core
     python benchmarks/speed.py table        tables and figures of everything measured so far
 
 The peers have environments of their own: `pip install trl` (newest) and `trl==1.12.0` (the last with a PPOTrainer). All
 contenders take turns, round by round; a number is the median over rounds of ratios within a round, of medians over the
-iterations after two of warm-up. Results are appended to benchmarks/results/speed/measured.jsonl; tables and figures are
+iterations after the warm-up. Results are appended to benchmarks/results/speed/measured.jsonl; tables and figures are
 made from it.
 """
 
@@ -31,14 +32,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "speed"
 LAUNCH = "--num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
-WARM_UP = 2
 BETA, LR = 0.001, 1e-5  # nothing is to be learned: the work should stay the same
 
 # Prompts and responses of an iteration, longest response, prompt length (None: as they are), optimizer steps.
 SIZES = {
     "tiny": {"prompts": 32, "group_size": 8, "length": 40, "prompt_length": None, "steps": 4},
     "20m": {"prompts": 4, "group_size": 8, "length": 128, "prompt_length": 128, "steps": 1},
-    "0.5b": {"prompts": 2, "group_size": 8, "length": 64, "prompt_length": 128, "steps": 1},
+    "0.5b": {"prompts": 1, "group_size": 8, "length": 32, "prompt_length": 128, "steps": 1},
 }
 SHAPES = {
     "20m": {"vocab_size": 32_768, "hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8},
@@ -67,6 +67,15 @@ UNDONE = {
         "    group_size = 1\n"
     },
     "finished rows stay": {"if num_alive <= 0.9 * len(rows):": "if False:"},
+    "padding columns kept": {
+        "length = int(valid.sum(1).max())": "length = valid.shape[1]",
+        "queries.shape[1] - p, None)), (index, slice(t))": "queries.shape[1] - queries.shape[1], None)), "
+        "(index, slice(responses.shape[1]))",
+        "(input_ids, attention_mask, t)": "(input_ids, attention_mask, responses.shape[1])",
+    },
+    "gradients exchanged for every micro-batch": {
+        "with nullcontext() if last else accelerator.no_sync(policy):": "with nullcontext():"
+    },
     "logits of padding": {"[:, -num_response_tokens:].bool()": "[:, -num_response_tokens:] >= 0"},
     "micro-batches by size alone": {
         'max_padding = 128 if device.type == "cpu" else math.inf': "max_padding = math.inf"
@@ -123,8 +132,11 @@ def launch(python, processes, *command):
         sys.exit(f"{' '.join(map(str, command))}\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}")
 
 
-def run_ours(script, flags, task, folder, file=None):
-    """[{seconds, rollout, tokens, responses, optimizer_steps} per iteration], peak bytes; `file`: of a changed copy."""
+def run_ours(script, flags, task, folder, file=None, before=()):
+    """[{seconds, rollout, tokens, responses, optimizer_steps} per iteration], peak bytes.
+
+    file: of a changed copy, or of what runs the script, and `before` what it wants to be told before our flags.
+    """
     file, name = file or ROOT / f"{script}.py", f"{script}-{time.time_ns()}"
     if task["forced"]:
         file = folder / f"{script}_forced.py"
@@ -140,7 +152,7 @@ def run_ours(script, flags, task, folder, file=None):
     )
     words += f" --total-iterations {task['iterations']} --eval-every 0 --save-every 0 --track none --run-name {name}"
     words += f" --output-dir {folder} {flags}"
-    launch(sys.executable, task["processes"], file, *words.split())
+    launch(sys.executable, task["processes"], file, *before, *words.split())
     lines, result = read_lines(folder / name / "metrics.jsonl"), []
     for before, now in itertools.pairwise(lines[:-1]):  # the last one evaluates
         seconds = now["time/elapsed"] - before["time/elapsed"]
@@ -179,9 +191,15 @@ def contenders(task, trl, trl_ppo, folder):
     return {name: run for name, run in result.items() if run}
 
 
+def machine():
+    names = re.findall("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB"
+
+
 def record(what, **values):
     RESULTS.mkdir(parents=True, exist_ok=True)
-    about = {"what": what, "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"}
+    about = {"what": what, "machine": machine()}
     with open(RESULTS / "measured.jsonl", "a") as file:
         file.write(json.dumps(about | values) + "\n")
     print(json.dumps(values), flush=True)
@@ -198,7 +216,7 @@ def iteration(args):
         for number in range(args.rounds):
             for name, run in runs.items():
                 lines, peak = run()
-                lines = lines[WARM_UP:]
+                lines = lines[args.warm_up :]
                 values = {key: statistics.median(line[key] for line in lines) for key in lines[0]}
                 setting = {key: getattr(args, key) for key in ("size", "processes", "forced")}
                 record("iteration", round=number, name=name, peak_bytes=peak, **setting, **values)
@@ -241,6 +259,7 @@ def generate_batch(number):
     return sum(len(output.generated_tokens) for output in outputs.values())
 
 contenders = {{"ours": ours, "generate": generate, "generate_batch": generate_batch}}
+contenders = {{name: run for name, run in contenders.items() if not task["only"] or name in task["only"].split(",")}}
 for number in range(task["rounds"] + 1):  # the first is a warm-up
     for name, run in list(contenders.items()):
         begin = time.perf_counter()
@@ -268,7 +287,7 @@ def rollout(args):
         for group_size in (size["group_size"], 1):
             count = size["prompts"] * size["group_size"] // group_size
             task = {"model": str(model), "prompts": prompts[:count], "group_size": group_size}
-            task |= {"length": size["length"], "rounds": args.rounds}
+            task |= {"length": size["length"], "rounds": args.rounds, "only": args.only}
             command = [sys.executable, str(folder / "rollout.py"), json.dumps(task)]
             run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
             for line in run.stdout.splitlines():
@@ -331,24 +350,35 @@ def memory(args):
 
 
 def scaling(args):
-    """GRPO: one process and two on the same work; and 1 to 8 times the batch at the same minibatch."""
+    """Two processes against one on the same work, with the share of communication; 1 to 8 times the batch."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         base = {"model": make_model(folder, "tiny"), "rows": make_rows("tiny"), "iterations": args.iterations}
         base |= SIZES["tiny"] | {"forced": False}
-        flags = f"--estimator grpo --kl-loss-coef {BETA} --kl-reward-coef 0"
+        grpo = f"--estimator grpo --kl-loss-coef {BETA} --kl-reward-coef 0"
+        single = {"prompts": base["prompts"] * base["group_size"], "group_size": 1}
+
+        def take(script, flags, task, file=None, before=(), **about):
+            lines, peak = run_ours(script, flags, task, folder, file, before)
+            values = {key: statistics.median(line[key] for line in lines[args.warm_up :]) for key in lines[0]}
+            about |= {"name": script, "processes": task["processes"], "round": number}
+            return about | {"peak_bytes": peak} | values
+
         for number in range(args.rounds):
-            for processes, times in ((1, 4), (2, 4), (2, 1), (2, 2), (2, 8)):
-                task = base | {"processes": processes, "prompts": 8 * times, "steps": times}
-                for script, own in (("grpo_llm", flags), ("ppo_llm", f"--kl-reward-coef {BETA}")):
-                    if script == "ppo_llm":
-                        task = task | {"prompts": 64 * times, "group_size": 1}
-                    if script == "ppo_llm" and times not in (4,):
-                        continue
-                    lines, peak = run_ours(script, own, task, folder)
-                    values = {key: statistics.median(line[key] for line in lines[WARM_UP:]) for key in lines[0]}
-                    about = {"name": script, "processes": processes, "times": times, "round": number}
-                    record("scaling", peak_bytes=peak, **about, **values)
+            for script, flags, work in (("grpo_llm", grpo, {}), ("ppo_llm", f"--kl-reward-coef {BETA}", single)):
+                for processes in (1, 2):
+                    record("processes", **take(script, flags, base | work | {"processes": processes}))
+                worker = ["--worker", script, str(folder / f"{script}-{number}"), "--", "--time-ddp"]
+                task, file = base | work | {"processes": 2}, ROOT / "benchmarks" / "sharding.py"
+                values, shares = take(script, flags, task, file, worker), []
+                for rank in range(2):
+                    found = json.loads(Path(f"{worker[2]}-{rank}.json").read_text())
+                    lines = list(zip(found["communication"], found["rows"]))[args.warm_up + 1 : -1]
+                    shares += [seconds / row["time/iteration"] for seconds, row in lines]
+                record("communication", share=statistics.mean(shares), **values)
+            for times in (1, 2, 4, 8):  # at fixed budgets of tokens and of responses that are sampled at a time
+                task = base | {"processes": 2, "prompts": 8 * times, "steps": times}
+                record("batch", **take("grpo_llm", f"{grpo} --rollout-batch-size 32", task, times=times))
 
 
 def start(args):
@@ -383,8 +413,79 @@ def ablation(args):
                 (folder / "grpo_llm.py").write_text(text)
                 flags = f"--estimator grpo --kl-loss-coef {BETA} --kl-reward-coef 0"
                 lines, peak = run_ours("grpo_llm", flags, base, folder, folder / "grpo_llm.py")
-                values = {key: statistics.median(line[key] for line in lines[WARM_UP:]) for key in lines[0]}
+                values = {key: statistics.median(line[key] for line in lines[args.warm_up :]) for key in lines[0]}
                 record("ablation", name=name, round=number, peak_bytes=peak, **values)
+
+
+# Runs a script on one process and writes the seconds of each kind of operator in each phase of iterations 3 to 5.
+PROFILE = """
+import collections, json, sys
+sys.path.insert(0, {folder!r})
+import torch
+from accelerate import Accelerator
+import profiled as algo
+
+KINDS = {{
+    "matrix products": ("mm", "bmm", "linear"),
+    "attention": ("attention",),
+    "sampling, log-softmax": ("softmax", "cumsum", "searchsorted"),
+    "copies": ("copy_", "cat", "index", "gather", "scatter", "repeat_interleave", "sort", "clone"),
+    "AdamW": ("adam",),
+}}
+profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+log, count = Accelerator.log, 0
+
+def log_and_count(*args, **kwargs):
+    global count
+    count += 1
+    result = log(*args, **kwargs)
+    if count == 3:
+        profiler.start()
+    elif count == 6:
+        profiler.stop()
+    return result
+
+Accelerator.log = log_and_count
+torch.set_num_threads(1)
+algo.main(algo.parse_args())
+events = profiler.events()
+phases = [(e.time_range.start, e.time_range.end, e.name[6:]) for e in events if e.name.startswith("phase:")]
+seconds = collections.defaultdict(collections.Counter)
+for begin, end, phase in phases:
+    seconds[phase]["between operators"] += (end - begin) / 1e6 / 3
+for event in events:
+    phase = next((name for begin, end, name in phases if begin <= event.time_range.start < end), None)
+    if phase is None or event.name.startswith(("phase:", "ProfilerStep")):
+        continue
+    kind = next((kind for kind, names in KINDS.items() if any(name in event.name for name in names)), "the rest")
+    spent = event.self_cpu_time_total / 1e6 / 3
+    seconds[phase][kind] += spent
+    seconds[phase]["between operators"] -= spent
+print(json.dumps(seconds))
+"""
+
+
+def profile(args):
+    """One process, the embedded task."""
+    for script, flags in (
+        ("grpo_llm", f"--kl-loss-coef {BETA} --kl-reward-coef 0"),
+        ("ppo_llm", f"--kl-reward-coef {BETA}"),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            source = (ROOT / f"{script}.py").read_text()
+            old = "        begin = time.perf_counter()\n        yield\n"
+            new = "        begin = time.perf_counter()\n        with torch.profiler.record_function(f'phase:{name}'):\n"
+            assert source.count(old) == 1
+            source = source.replace(old, new + "            yield\n")
+            source = source.replace("Path(__file__).resolve().parent", f"Path({str(ROOT)!r})")
+            Path(folder, "profiled.py").write_text(source)
+            Path(folder, "run.py").write_text(PROFILE.format(folder=folder))
+            words = f"{flags} --total-iterations 7 --eval-every 0 --save-every 0 --track none --output-dir {folder}"
+            command = [sys.executable, f"{folder}/run.py", *words.split()]
+            run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            if run.returncode:
+                sys.exit(run.stderr[-3000:])
+            record("profile", name=script, phases=json.loads(run.stdout.splitlines()[-1]))
 
 
 def floors(args):
@@ -505,22 +606,25 @@ def table(args):
             f"{row['full'] / 2**20:,.0f} MiB with all logits in float32. Gradients differ by {row['difference']:.1e} at"
         ]
         text += [f"most, the largest is {row['largest']:.1e}.", ""]
-    if "scaling" in of:
+    if "processes" in of:
         lines = []
-        for key in dict.fromkeys((r["name"], r["processes"], r["times"]) for r in of["scaling"]):
-            own = [r for r in of["scaling"] if (r["name"], r["processes"], r["times"]) == key]
+        for name in dict.fromkeys(r["name"] for r in of["processes"]):
+            one, two = ([r for r in of["processes"] if (r["name"], r["processes"]) == (name, n)] for n in (1, 2))
+            both = [{**r, "name": str(r["processes"])} for r in one + two]
+            share = statistics.median(r["share"] for r in of["communication"] if r["name"] == name)
+            numbers = [f"{middle(own, 'seconds'):.2f}" for own in (one, two)]
+            lines.append([name, len(two), *numbers, f"{ratios(both, '1', '2'):.2f}x", f"{share:.0%}"])
+        head = ["", "rounds", "one process, s", "two, s", "as fast", "of the time of two in collectives"]
+        text += ["## Two processes against one, the same global batch", "", *markdown(head, lines)]
+    if "batch" in of:
+        lines = []
+        for times in dict.fromkeys(r["times"] for r in of["batch"]):
+            own = [r for r in of["batch"] if r["times"] == times]
             speed = statistics.median(1e6 * r["seconds"] / r["tokens"] for r in own)
-            peak = middle(own, "peak_bytes") / 2**20
-            lines.append([*key, f"{middle(own, 'seconds'):.2f}", f"{speed:.0f}", f"{peak:,.0f}"])
-        head = [
-            "",
-            "processes",
-            "batch, times 64 responses",
-            "iteration, s",
-            "microseconds per token",
-            "peak memory, MiB",
-        ]
-        text += ["## Processes and batch size", "", *markdown(head, lines)]
+            lines.append([64 * times, f"{middle(own, 'seconds'):.2f}", f"{speed:.0f}"])
+            lines[-1].append(f"{middle(own, 'peak_bytes') / 2**20:,.0f}")
+        head = ["responses per iteration", "iteration, s", "microseconds per token", "peak memory, MiB"]
+        text += ["## Batch size, two processes, grpo_llm.py with `--rollout-batch-size 32`", "", *markdown(head, lines)]
     if "start" in of:
         lines = []
         for name in dict.fromkeys(r["name"] for r in of["start"]):
@@ -539,6 +643,18 @@ def table(args):
         head = ["grpo_llm.py", "rounds", "iteration, s", "rollout", "log-probs", "update", "against as it is"]
         text += ["## What each thing buys", "", *markdown(head, lines)]
         bars(RESULTS / "ablation.png", "grpo_llm.py without each of the things that make it fast", stacks)
+    for script in dict.fromkeys(r["name"] for r in of.get("profile", [])):
+        phases = next(r["phases"] for r in reversed(of["profile"]) if r["name"] == script)
+        phases = {phase: kinds for phase, kinds in phases.items() if sum(kinds.values()) > 0.01}
+        names = sorted(dict.fromkeys(kind for kinds in phases.values() for kind in kinds))
+        names.sort(key=lambda kind: -sum(kinds.get(kind, 0) for kinds in phases.values()))
+        lines = [[phase, *(f"{kinds.get(kind, 0):.2f}" for kind in names)] for phase, kinds in phases.items()]
+        text += [f"## Where the time goes: {script}.py, one process, seconds", "", *markdown(["", *names], lines)]
+        bars(
+            RESULTS / f"profile-{script}.png",
+            f"{script}.py, one process",
+            [(phase, {k: kinds.get(k, 0) for k in names}) for phase, kinds in phases.items()],
+        )
     if "floors" in of:
         lines = [[r["name"], f"{r['per_second'] / 1e9:.1f}"] for r in of["floors"]]
         text += ["## One core", "", *markdown(["", "billion operations, or bytes, per second"], lines)]
@@ -549,7 +665,7 @@ def table(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", choices=["iteration", "rollout", "memory", "scaling", "start", "ablation", "floors", "table"]
+        "what", choices=["iteration", "rollout", "memory", "scaling", "start", "ablation", "profile", "floors", "table"]
     )
     parser.add_argument("--trl", help="python of an environment with the newest TRL")
     parser.add_argument("--trl-ppo", help="python of an environment with TRL 1.12.0")
@@ -558,6 +674,7 @@ if __name__ == "__main__":
     parser.add_argument("--forced", action="store_true", help="every response has the full length")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=7)
-    parser.add_argument("--only", help="of these algorithms, e.g. GRPO,PPO")
+    parser.add_argument("--warm-up", type=int, default=2, help="iterations that do not count")
+    parser.add_argument("--only", help="of these algorithms, e.g. GRPO,PPO; or of these samplers")
     options = parser.parse_args()
     globals()[options.what](options)
