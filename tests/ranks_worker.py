@@ -72,7 +72,7 @@ def drifted(has_drifted):
 class SGD(torch.optim.SGD):
     """In place of AdamW, which turns the rounding error of a gradient near 0 into a full step."""
 
-    def __init__(self, parameters, lr, weight_decay):
+    def __init__(self, parameters, lr, weight_decay, fused):
         super().__init__(parameters, lr=lr)
 
 
@@ -81,8 +81,8 @@ def record(name, sgd=True, generate=fixed_responses, forward_all=None, **changes
     found = {"minibatches": [], "sizes": [], "steps": [], "weights": {}}
     pack, save_models = algo.pack, algo.save_models
 
-    def spy_pack(queries, query_mask, responses, response_mask, rows, max_tokens):
-        result = pack(queries, query_mask, responses, response_mask, rows, max_tokens)
+    def spy_pack(queries, query_mask, responses, response_mask, rows, *limits):
+        result = pack(queries, query_mask, responses, response_mask, rows, *limits)
         pairs = [(queries[i][query_mask[i]].tolist(), responses[i][response_mask[i]].tolist()) for i in rows]
         found["minibatches"].append(pairs)
         found["sizes"].append([len(mb.inputs[0]) for mb in result])

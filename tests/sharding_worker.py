@@ -25,7 +25,7 @@ IS_SHARDED = hasattr(algo, "shard")
 
 def parity():
     """Five iterations, on fixed and uneven responses but for `sampled`: the script and its sharding must not matter."""
-    sizes = {"microbatch_tokens": 80, "total_iterations": 5, **ALL_TERMS}
+    sizes = {"microbatch_tokens": 40, "total_iterations": 5, **ALL_TERMS}
     adam = {"sgd": False, "lr": 1e-3, "critic_lr": 1e-3}
     sampled = adam | {"generate": None, "eval_every": 1, "eval_dataset": str(FOLDER / "eval1.jsonl")}
     record("sgd", **sizes)

@@ -181,7 +181,9 @@ def test_gradients_do_not_depend_on_microbatches_or_processes(ranks, mode):
         for world_size, rank in ((1, 0), (2, 0), (2, 1)):
             found, where = ranks(world_size, rank, f"gradients {mode} {tokens}"), (tokens, world_size, rank)
             widest = max(size for sizes in found["sizes"] for size in sizes)
-            assert widest == {1: 1, 40: 2, 10_000: 8 // world_size}[tokens], where
+            assert widest in {1: (1,), 40: (2, 4), 10_000: (8 // world_size,)}[tokens], (
+                where
+            )  # rows; two share a prompt
             for i, (step, reference) in enumerate(zip(found["steps"], expected["steps"])):
                 difference = largest_difference(step["gradient"], reference["gradient"])
                 assert difference < bound, (where, "actor" if i < 4 else "critic", i, difference)
