@@ -1,0 +1,287 @@
+"""Memory arithmetic of the scripts, term by term, in bytes per device: python notes/memory.py prints the tables.
+
+Every function is one term of notes/07-distributed.md and depends on nothing but its arguments. Shapes are those of
+Qwen2 (embedding, blocks of attention and gated MLP, RMSNorm, optionally tied output head). Names: `bf16` means
+--dtype bfloat16 (or auto on a GPU that supports it); `sharded` means ppo_llm_fsdp.py, which casts weights where
+ppo_llm.py and grpo_llm.py use autocast, so that the same tensors have other types.
+"""
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the config of a Qwen2 model says."""
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    tied: bool  # the output head is the embedding
+
+    @property
+    def kv_width(self):
+        return self.hidden // self.heads * self.kv_heads
+
+
+SHAPES = {
+    "Qwen2.5-0.5B": Shape(151_936, 896, 4864, 24, 14, 2, True),
+    "Qwen2.5-1.5B": Shape(151_936, 1536, 8960, 28, 12, 2, True),
+    "Qwen2.5-7B": Shape(152_064, 3584, 18_944, 28, 28, 4, False),
+}
+
+
+# Parameters
+
+
+def linear_sizes(shape):
+    """(in, out) of the linear layers of one block: q, k, v, o, gate, up, down."""
+    h, k, m = shape.hidden, shape.kv_width, shape.intermediate
+    return [(h, h), (h, k), (h, k), (h, h), (h, m), (h, m), (m, h)]
+
+
+def count_block(shape):
+    """Parameters of one block: weights of its linear layers, biases of q, k, v, two norms."""
+    return sum(a * b for a, b in linear_sizes(shape)) + shape.hidden + 2 * shape.kv_width + 2 * shape.hidden
+
+
+def count_root(shape, critic=False):
+    """Parameters outside the blocks: embedding, last norm, output head unless tied (or the critic's, a vector)."""
+    head = shape.hidden + 1 if critic else 0 if shape.tied else shape.vocab * shape.hidden
+    return shape.vocab * shape.hidden + shape.hidden + head
+
+
+def count(shape, critic=False):
+    """Parameters of an actor, or of a critic."""
+    return shape.layers * count_block(shape) + count_root(shape, critic)
+
+
+def count_linear(shape):
+    """Parameters of the linear layers of the actor's blocks, biases included: what autocast casts, but for the head."""
+    return shape.layers * (count_block(shape) - 2 * shape.hidden)
+
+
+def count_trained(shape, lora_rank=0, critic=False):
+    """Parameters that have a gradient: all, or rank * (in + out) per linear layer, and the critic's head."""
+    if not lora_rank:
+        return count(shape, critic)
+    return shape.layers * sum(lora_rank * (a + b) for a, b in linear_sizes(shape)) + (shape.hidden + 1) * critic
+
+
+# What is there all the time
+
+
+def weights(shape, lora_rank=0, critic=True):
+    """Actor and critic in float32, LoRA's matrices beside them."""
+    models = (False, True) if critic else (False,)
+    return 4 * sum(count(shape, c) + (count_trained(shape, lora_rank, c) if lora_rank else 0) for c in models)
+
+
+def reference(shape, bf16=False, sharded=False, lora_rank=0):
+    """The frozen copy; with LoRA none. ppo_llm.py keeps its linear layers in bfloat16 when the passes run in it."""
+    if lora_rank:
+        return 0
+    if not bf16 or sharded:
+        return 4 * count(shape)
+    untied_head = 0 if shape.tied else shape.vocab * shape.hidden
+    return 4 * count(shape) - 2 * (count_linear(shape) + untied_head)
+
+
+def adam(shape, lora_rank=0, critic=True):
+    """Two float32 moments per trained parameter, from the first step on."""
+    models = (False, True) if critic else (False,)
+    return 8 * sum(count_trained(shape, lora_rank, c) for c in models)
+
+
+def ddp_buckets(shape, lora_rank=0, critic=True):
+    """DDP's flat copies of the gradients, which it exchanges and keeps: with two processes and more."""
+    return adam(shape, lora_rank, critic) // 2
+
+
+# What comes and goes
+
+
+def gradients(shape, lora_rank=0, critic=True):
+    """Float32; those of one model at a time, because zero_grad frees the actor's before the critic makes its own."""
+    models = (False, True) if critic else (False,)
+    return 4 * max(count_trained(shape, lora_rank, c) for c in models)
+
+
+def autocast_copies(shape, lora_rank=0, checkpointing=False):
+    """Weights of the linear layers in bfloat16, which autocast makes at their first use in a pass and then keeps.
+
+    Of frozen weights it keeps none, but the backward pass does: with LoRA and checkpointing those of one block.
+    """
+    blocks = count_linear(shape) // (shape.layers if lora_rank and checkpointing else 1)
+    return 2 * (blocks + shape.vocab * shape.hidden)
+
+
+def activations(shape, tokens, length, bf16=False, sharded=False, checkpointing=False):
+    """What the blocks keep for the backward pass, for `tokens` in rows of `length`, with padding somewhere.
+
+    Counted from the tensors that autograd saves (transformers' Qwen2, scaled_dot_product_attention with a mask).
+    checkpointing: the input of every block, and all of one block, which is computed anew.
+    """
+    h, m, small = shape.hidden, shape.intermediate, 4 * (shape.heads + 2)
+    attention = 3 * h + length  # q, k, v with the keys' heads repeated; a row of the mask
+    if not bf16:
+        block, stream = 4 * (7 * h + attention + 4 * m) + small, 4 * h
+    elif sharded:
+        block, stream = 4 * 2 * h + 2 * (5 * h + attention + 4 * m) + small, 2 * h
+    else:
+        block, stream = 4 * 4 * h + 2 * (6 * h + attention + 4 * m) + small, 4 * h
+    return tokens * (shape.layers * stream + block if checkpointing else shape.layers * block)
+
+
+def logits(shape, response_tokens):
+    """Four float32 tensors: logits, log-probs, and for the entropy their exponentials and the products.
+
+    `Policy` holds at most 2**26 elements of each at a time.
+    """
+    return 4 * 4 * min(response_tokens * shape.vocab, max(2**26, shape.vocab))
+
+
+def embedding_gradient(shape, microbatches=2):
+    """Beyond `gradients`: that of a micro-batch before it is added; of a tied weight both uses' and their sum.
+
+    In the first micro-batch of a step what results is the gradient itself: one less.
+    """
+    return 4 * shape.vocab * shape.hidden * ((3 if shape.tied else 1) - (microbatches == 1))
+
+
+def gathered_units(shape, bf16=True, lora_rank=0):
+    """(while blocks run, at the end of the backward pass) of a sharded model, as FSDP2 gathers it.
+
+    The unit of the rest (embedding, head) is whole from the first layer to the last, and the head's gradient from the
+    beginning of the backward pass; of the blocks two are whole, and one has its gradient, whole and as it is sent. At
+    the end the rest has its gradient: as it is sent in float32, or, when tied, as two uses and their sum.
+    """
+    w, block, root = 2 if bf16 else 4, count_block(shape), count_root(shape)
+    if lora_rank:  # what is frozen has no gradient
+        return w * root + 2 * w * block, 0
+    head_gradient = w * shape.vocab * shape.hidden
+    running = w * root + head_gradient + 2 * w * block + (w + 4) * block
+    return running, w * root + max(w + 4, 3 * w if shape.tied else 0) * root
+
+
+def gathered_policy(shape, bf16=True):
+    """The whole policy on every device, with --rollout-params gathered."""
+    return (2 if bf16 else 4) * count(shape)
+
+
+def kv_cache(shape, rows, length, bf16=False, sharded=False):
+    """Keys and values of `rows` rows. Float32 under autocast too: rotary positions are, and the cache takes that."""
+    return rows * length * shape.layers * 2 * shape.kv_width * (2 if bf16 and sharded else 4)
+
+
+def sampling(shape, rows, bf16=False):
+    """`sample_tokens`: logits over temperature 4, log-probs 4, probabilities 4, in float64 8, their sum 8."""
+    return rows * shape.vocab * (28 + (2 if bf16 else 4))
+
+
+# All of it
+
+
+def budget(
+    shape,
+    processes=1,
+    sharded=False,
+    bf16=True,
+    lora_rank=0,
+    critic=True,
+    use_reference=True,
+    checkpointing=False,
+    offload=False,
+    gathered=True,
+    tokens=8192,
+    length=1024,
+    response_length=512,
+    rows=256,
+    microbatches=2,
+):
+    """{term: bytes on one device}, and the sums "rollout", "update" and "peak"; "host" with offload, all processes.
+
+    tokens: --microbatch-tokens; rows: responses sampled at a time on a device, at most --rollout-batch-size;
+    microbatches: 1 or more per optimizer step.
+    """
+    shards, kind = processes if sharded else 1, {"bf16": bf16, "sharded": sharded}
+    keep = {
+        "weights": weights(shape, lora_rank, critic) // shards,
+        "reference": reference(shape, lora_rank=lora_rank, **kind) // shards if use_reference else 0,
+        "adam": adam(shape, lora_rank, critic) // shards,
+        "ddp buckets": ddp_buckets(shape, lora_rank, critic) if processes > 1 and not sharded else 0,
+    }
+    grads = gradients(shape, lora_rank, critic) // shards
+    autocast = bf16 and not sharded
+    copies = autocast_copies(shape, lora_rank, checkpointing) if autocast else 0
+    copies_sampling = autocast_copies(shape) if autocast and not lora_rank else 0
+    running, ending = gathered_units(shape, bf16, lora_rank) if sharded else (0, 0)
+    saved = activations(shape, tokens, length, checkpointing=checkpointing, **kind)
+    head = logits(shape, tokens * response_length // length)
+    extra = 0 if lora_rank or sharded else embedding_gradient(shape, microbatches)
+    whole = gathered_policy(shape, bf16) if gathered else running
+    terms = keep | {
+        "gradients": grads,
+        "copies": copies,
+        "units": max(running, ending),
+        "activations": saved,
+        "logits": head,
+        "embedding gradient": extra,
+        "policy": whole if sharded else 0,
+        "kv cache": kv_cache(shape, rows, length, **kind),
+        "sampling": sampling(shape, rows, bf16),
+    }
+    state = 0 if offload else sum(keep.values())
+    terms["rollout"] = state + copies_sampling + terms["policy"] + terms["kv cache"] + terms["sampling"]
+    backward = max(copies + running + saved + max(head, 3 * head // 4 + extra), ending, extra)
+    terms["update"] = state + (0 if offload else grads) + backward
+    terms["peak"] = max(terms["rollout"], terms["update"])
+    terms["host"] = (sum(keep.values()) + grads) * shards if offload else 0
+    return terms
+
+
+WAYS = {
+    "one process": {},
+    "one process, LoRA 16": {"lora_rank": 16},
+    "2 processes": {"processes": 2, "rows": 128},
+    "2 sharded": {"processes": 2, "rows": 128, "sharded": True},
+    "2 sharded, LoRA 16": {"processes": 2, "rows": 128, "sharded": True, "lora_rank": 16},
+    "2 sharded, offload": {"processes": 2, "rows": 128, "sharded": True, "offload": True},
+    "4 sharded": {"processes": 4, "rows": 64, "sharded": True},
+    "8 sharded": {"processes": 8, "rows": 32, "sharded": True},
+}
+CARDS = 24, 40, 80  # GB, taken as 10**9 bytes: what is left of a card is for CUDA and the allocator
+
+
+def card(size):
+    """The smallest card that has so many bytes."""
+    return next((str(card) for card in CARDS if size <= card * 1e9), "none")
+
+
+def table(shapes=SHAPES, ways=WAYS):
+    """Markdown: what one device needs in the workload of `budget`'s defaults; "kept": without checkpointing."""
+    names = "| model | | state | rollout | update | update, kept | card | card, kept | host |"
+    lines = [names, "|" + " --- |" * 9]
+    for model, shape in shapes.items():
+        for way, options in ways.items():
+            less, more = (budget(shape, checkpointing=checkpointing, **options) for checkpointing in (True, False))
+            state = sum(less[name] for name in ("weights", "reference", "adam", "ddp buckets", "gradients"))
+            sizes = 0 if options.get("offload") else state, less["rollout"], less["update"], more["update"]
+            cells = [model, way, *(f"{size / GIB:.1f}" for size in sizes), card(less["peak"]), card(more["peak"])]
+            lines.append(f"| {' | '.join(cells)} | {less['host'] / GIB:.0f} |".replace(" 0 |", " |"))
+    return "\n".join(lines)
+
+
+def main():
+    print("GiB per device; rows of 512 + 512 tokens, 8192 tokens per micro-batch, 256 responses per iteration.\n")
+    for model, shape in SHAPES.items():
+        print(f"{model}: {count(shape):,} parameters, critic {count(shape, critic=True):,}")
+    print(f"\n{table()}")
+
+
+if __name__ == "__main__":
+    main()
