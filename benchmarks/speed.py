@@ -536,14 +536,11 @@ def bars(path, title, lines):
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 0.45 * len(lines) + 1.4))
-    for number, part in enumerate(dict.fromkeys(part for _, parts in lines for part in parts)):
-        widths = [parts.get(part, 0) for _, parts in lines]
-        parts_of = [list(parts.items()) for _, parts in lines]
-        left = [
-            sum(v for k, v in parts[: [k for k, _ in parts].index(part)]) if part in dict(parts) else 0
-            for parts in parts_of
-        ]
-        axes.barh([name for name, _ in lines], widths, left=left, label=part, color=f"C{number}")
+    left = dict.fromkeys([name for name, _ in lines], 0.0)
+    for part in dict.fromkeys(part for _, parts in lines for part in parts):
+        widths = [parts.get(part, 0.0) for _, parts in lines]
+        axes.barh(list(left), widths, left=list(left.values()), label=part)
+        left = {name: begin + width for (name, begin), width in zip(left.items(), widths)}
     axes.set(xlabel="seconds per iteration", title=title)
     axes.invert_yaxis()
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
