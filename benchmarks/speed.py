@@ -417,6 +417,9 @@ def ablation(args):
                 record("ablation", name=name, round=number, peak_bytes=peak, **values)
 
 
+# In the order of the figures; what PROFILE tells apart by the names of torch's operators, and what is left.
+OPERATORS = "matrix products", "attention", "sampling, log-softmax", "copies", "AdamW", "the rest", "between operators"
+
 # Runs a script on one process and writes the seconds of each kind of operator in each phase of iterations 3 to 5.
 PROFILE = """
 import collections, json, sys
@@ -643,8 +646,7 @@ def table(args):
     for script in dict.fromkeys(r["name"] for r in of.get("profile", [])):
         phases = next(r["phases"] for r in reversed(of["profile"]) if r["name"] == script)
         phases = {phase: kinds for phase, kinds in phases.items() if sum(kinds.values()) > 0.01}
-        names = sorted(dict.fromkeys(kind for kinds in phases.values() for kind in kinds))
-        names.sort(key=lambda kind: -sum(kinds.get(kind, 0) for kinds in phases.values()))
+        names = [kind for kind in OPERATORS if any(kind in kinds for kinds in phases.values())]
         lines = [[phase, *(f"{kinds.get(kind, 0):.2f}" for kind in names)] for phase, kinds in phases.items()]
         text += [f"## Where the time goes: {script}.py, one process, seconds", "", *markdown(["", *names], lines)]
         bars(
