@@ -73,9 +73,6 @@ UNDONE = {
         "(index, slice(responses.shape[1]))",
         "(input_ids, attention_mask, t)": "(input_ids, attention_mask, responses.shape[1])",
     },
-    "gradients exchanged for every micro-batch": {
-        "with nullcontext() if last else accelerator.no_sync(policy):": "with nullcontext():"
-    },
     "logits of padding": {"[:, -num_response_tokens:].bool()": "[:, -num_response_tokens:] >= 0"},
     "micro-batches by size alone": {
         'max_padding = 128 if device.type == "cpu" else math.inf': "max_padding = math.inf"
