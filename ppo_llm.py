@@ -1639,8 +1639,8 @@ def main(args: Args, stop=None):
                 options = eos_ids, pad_id, args.temperature, args.top_p, args.top_k
                 chunks = zip(queries.split(size), query_mask.split(size), uniforms.split(size))
                 with accelerator.autocast():
-                    sampled = [generate(actor, q, m, u.flatten(0, 1), *options) for q, m, u in chunks]
-                responses, rollout_logprobs = (torch.cat(part) for part in zip(*sampled))  # (B,T)
+                    rollouts = [generate(actor, q, m, u.flatten(0, 1), *options) for q, m, u in chunks]
+                responses, rollout_logprobs = (torch.cat(part) for part in zip(*rollouts))  # (B,T)
                 response_mask = make_response_mask(responses, eos_ids)  # (B,T)
                 lengths = response_mask.sum(1)  # (B,)
                 ended = torch.isin(responses, torch.tensor(eos_ids, device=device, dtype=torch.long)).any(1)  # (B,)
