@@ -712,7 +712,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.entropy_needs_grad = entropy_needs_grad
-        self.chunk_elements = 2**26  # logits held at a time: 256 MiB in fp32
+        self.chunk_elements = 2**26  # logits at a time: 256 MiB in fp32, 1 GiB with what is made of them
 
     def forward(self, input_ids, attention_mask, num_response_tokens, temperature, group_size=1):
         """input_ids, attention_mask (B,L) -> logprobs, entropy (B,T) in fp32 of the last T = num_response_tokens.
@@ -1018,6 +1018,13 @@ def sample_tokens(logits, uniforms, temperature, top_p, top_k):
     return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
 
 
+class KVCache(transformers.DynamicCache):
+    """As attention computes: under autocast rotary embeddings make keys float32, and the cache twice as large."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
 @torch.no_grad()
 def generate(model, queries, query_mask, uniforms, eos_ids, pad_id, temperature=1.0, top_p=1.0, top_k=0):
     """Samples responses (B,T) with a KV cache, and their sampling log-probs (B,T); after its EOS a row is pad_id and 0.
@@ -1034,8 +1041,9 @@ def generate(model, queries, query_mask, uniforms, eos_ids, pad_id, temperature=
     was_training = model.training
     model.eval()  # in train mode, gradient checkpointing would switch the KV cache off
     inputs = {"input_ids": queries, "attention_mask": query_mask.long(), "logits_to_keep": 1}
-    output = model(**inputs, position_ids=(query_mask.cumsum(1) - 1).clamp(min=0), use_cache=True)
-    cache = output.past_key_values
+    cache = KVCache(config=model.config)
+    position_ids = (query_mask.cumsum(1) - 1).clamp(min=0)
+    output = model(**inputs, position_ids=position_ids, past_key_values=cache, use_cache=True)
     cache.batch_repeat_interleave(group_size)
     logits = output.logits[:, -1].repeat_interleave(group_size, 0)  # (B,V)
     mask = query_mask.long().repeat_interleave(group_size, 0)
@@ -1412,9 +1420,10 @@ def main(args: Args, stop=None):
         mixed_precision="bf16" if bf16 else "no",
         log_with=None if args.track == "none" else args.track,
         project_dir=args.output_dir,  # the tracker is pointed at the run folder once all ranks know its name
-        # Ranks run different numbers of forward passes, so none of them may send buffers around.
+        # Ranks run different numbers of forward passes, so none of them may send buffers around. Gradients lie where
+        # they are exchanged: a copy would be 4 bytes per trained parameter.
         kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False),
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=timedelta(minutes=HANG_MINUTES)),
         ],
     )
@@ -1630,8 +1639,8 @@ def main(args: Args, stop=None):
                 options = eos_ids, pad_id, args.temperature, args.top_p, args.top_k
                 chunks = zip(queries.split(size), query_mask.split(size), uniforms.split(size))
                 with accelerator.autocast():
-                    sampled = [generate(actor, q, m, u.flatten(0, 1), *options) for q, m, u in chunks]
-                responses, rollout_logprobs = (torch.cat(part) for part in zip(*sampled))  # (B,T)
+                    rollouts = [generate(actor, q, m, u.flatten(0, 1), *options) for q, m, u in chunks]
+                responses, rollout_logprobs = (torch.cat(part) for part in zip(*rollouts))  # (B,T)
                 response_mask = make_response_mask(responses, eos_ids)  # (B,T)
                 lengths = response_mask.sum(1)  # (B,)
                 ended = torch.isin(responses, torch.tensor(eos_ids, device=device, dtype=torch.long)).any(1)  # (B,)

@@ -73,9 +73,6 @@ UNDONE = {
         "(index, slice(responses.shape[1]))",
         "(input_ids, attention_mask, t)": "(input_ids, attention_mask, responses.shape[1])",
     },
-    "gradients exchanged for every micro-batch": {
-        "with nullcontext() if last else accelerator.no_sync(policy):": "with nullcontext():"
-    },
     "logits of padding": {"[:, -num_response_tokens:].bool()": "[:, -num_response_tokens:] >= 0"},
     "micro-batches by size alone": {
         'max_padding = 128 if device.type == "cpu" else math.inf': "max_padding = math.inf"
@@ -417,6 +414,9 @@ def ablation(args):
                 record("ablation", name=name, round=number, peak_bytes=peak, **values)
 
 
+# In the order of the figures; what PROFILE tells apart by the names of torch's operators, and what is left.
+OPERATORS = "matrix products", "attention", "sampling, log-softmax", "copies", "AdamW", "the rest", "between operators"
+
 # Runs a script on one process and writes the seconds of each kind of operator in each phase of iterations 3 to 5.
 PROFILE = """
 import collections, json, sys
@@ -536,14 +536,11 @@ def bars(path, title, lines):
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 0.45 * len(lines) + 1.4))
-    for number, part in enumerate(dict.fromkeys(part for _, parts in lines for part in parts)):
-        widths = [parts.get(part, 0) for _, parts in lines]
-        parts_of = [list(parts.items()) for _, parts in lines]
-        left = [
-            sum(v for k, v in parts[: [k for k, _ in parts].index(part)]) if part in dict(parts) else 0
-            for parts in parts_of
-        ]
-        axes.barh([name for name, _ in lines], widths, left=left, label=part, color=f"C{number}")
+    left = dict.fromkeys([name for name, _ in lines], 0.0)
+    for part in dict.fromkeys(part for _, parts in lines for part in parts):
+        widths = [parts.get(part, 0.0) for _, parts in lines]
+        axes.barh(list(left), widths, left=list(left.values()), label=part)
+        left = {name: begin + width for (name, begin), width in zip(left.items(), widths)}
     axes.set(xlabel="seconds per iteration", title=title)
     axes.invert_yaxis()
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -646,8 +643,7 @@ def table(args):
     for script in dict.fromkeys(r["name"] for r in of.get("profile", [])):
         phases = next(r["phases"] for r in reversed(of["profile"]) if r["name"] == script)
         phases = {phase: kinds for phase, kinds in phases.items() if sum(kinds.values()) > 0.01}
-        names = sorted(dict.fromkeys(kind for kinds in phases.values() for kind in kinds))
-        names.sort(key=lambda kind: -sum(kinds.get(kind, 0) for kinds in phases.values()))
+        names = [kind for kind in OPERATORS if any(kind in kinds for kinds in phases.values())]
         lines = [[phase, *(f"{kinds.get(kind, 0):.2f}" for kind in names)] for phase, kinds in phases.items()]
         text += [f"## Where the time goes: {script}.py, one process, seconds", "", *markdown(["", *names], lines)]
         bars(

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from conftest import has_critic, make_model, make_tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, DynamicCache, GenerationConfig
 
 EOS, EOS2, PAD, FIRST_CHAR = 1, 2, 0, 3
 
@@ -204,6 +204,18 @@ def test_checkpointing_and_train_mode_keep_the_cache_and_the_tokens(algo, model)
     assert torch.equal(responses, expected[0]) and torch.equal(logprobs, expected[1])
     assert widths[0] == queries[0].shape[1] and set(widths[1:]) == {1}  # one token a step: the rest is in the cache
     assert model.training and model.is_gradient_checkpointing
+
+
+def test_the_cache_is_as_attention_computes(algo, model, spy, monkeypatch):
+    """In bfloat16 under autocast, where transformers would take float32; not a bit of the result changes."""
+    (_, queries), task = random_queries(algo), ([EOS], PAD)
+    updates = spy(algo.KVCache, "update")
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = algo.generate(model, *queries, noise(6, 8), *task)
+        monkeypatch.setattr(algo, "KVCache", DynamicCache)
+        theirs = algo.generate(model, *queries, noise(6, 8), *task)
+    assert {x.dtype for _, states in updates for x in states} == {torch.bfloat16}
+    assert all(torch.equal(x, y) for x, y in zip(ours, theirs))
 
 
 @pytest.mark.parametrize("group_size", [1, 3])

@@ -22,8 +22,8 @@ import tyro
 from conftest import ROOT, load_script
 
 TINY = ROOT / "benchmarks" / "tiny"
-CEILINGS = {"ppo_llm": 1360, "grpo_llm": 1360, "ppo_llm_fsdp": 1430}  # code lines
-ALL_LINES = {"ppo_llm": 1890, "grpo_llm": 1900, "ppo_llm_fsdp": 2000}
+CEILINGS = {"ppo_llm": 1365, "grpo_llm": 1365, "ppo_llm_fsdp": 1430}  # code lines
+ALL_LINES = {"ppo_llm": 1900, "grpo_llm": 1910, "ppo_llm_fsdp": 2005}
 # Code lines that one has and the other has not.
 DIFF_CEILINGS = {("ppo_llm", "grpo_llm"): 450, ("ppo_llm", "ppo_llm_fsdp"): 330}
 # What may differ between scripts under one name, and why. Everything else is one text.

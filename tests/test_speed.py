@@ -80,9 +80,21 @@ def test_the_table_has_medians_of_ratios(speed, tmp_path, capsys):
     speed.record("rollout", size="tiny", group_size=8, name="generate_batch", failed="no GPU")
     speed.record("memory", ours=1, full=4, difference=1e-9, largest=1e-3)
     speed.record("start", name="ppo_llm", round=0, seconds=5.0)
+    for processes, seconds in ((1, 8.0), (2, 5.0)):
+        speed.record("processes", name="ppo_llm", processes=processes, round=0, seconds=seconds)
+    speed.record("communication", name="ppo_llm", share=0.125)
+    speed.record("batch", times=8, seconds=2.0, tokens=1_000_000, peak_bytes=2**30)
+    for name, seconds in (("as it is", 1.0), ("finished rows stay", 1.5)):
+        parts = {"time/rollout": 0.5, "time/logprobs": 0.25, "time/actor": 0.2}
+        speed.record("ablation", name=name, round=0, seconds=seconds, **parts)
+    speed.record("profile", name="grpo_llm", phases={"rollout": {"copies": 0.25, "attention": 0.5}})
+    speed.record("floors", name="copy", per_second=3e9)
     speed.table(None)
     text = (tmp_path / "results" / "README.md").read_text()
     assert "| GRPO ours | 3 | 2.00 | 0.50 | 50 | 1 | 0.50x |" in text
     assert "| ours | 1 | 1.00 | 9 | 0.25x |" in text and "no GPU" in text and "0.25x of the" in text
+    assert "| ppo_llm | 1 | 8.00 | 5.00 | 1.60x | 12% |" in text and "| 512 | 2.00 | 2 | 1,024 |" in text
+    assert "| finished rows stay | 1 | 1.50 | 0.50 | 0.25 | 0.20 | 1.50x |" in text and "| copy | 3.0 |" in text
+    assert "| rollout | 0.50 | 0.25 |" in text and (tmp_path / "results" / "profile-grpo_llm.png").exists()
     assert (tmp_path / "results" / "tiny-2-eos.png").stat().st_size > 1000
     assert json.loads((tmp_path / "results" / "measured.jsonl").read_text().splitlines()[0])["machine"]
