@@ -1,0 +1,66 @@
+"""Produce what note 9 explains: each symptom is one command on the embedded default, kept as a small csv.
+
+    python benchmarks/symptoms.py                   all of them, about half an hour on two cores
+    python benchmarks/symptoms.py ratio-one nan     only these
+
+In benchmarks/results/symptoms/ it writes NAME.csv (the metrics, four significant digits) and NAME.txt (the last line that
+the run printed when it stopped by itself). notes/figures_09.py draws them; a test checks that the commands of the note
+are these.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import plot
+from learning import write_compact
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "symptoms"
+SYMPTOMS = {
+    "reward-zero": "grpo_llm.py --reward exact --total-iterations 8",
+    "reward-truncated": "ppo_llm.py --max-response-length 12 --total-iterations 12",
+    "loss-zero": "grpo_llm.py --reward exact --kl-loss-coef 0 --total-iterations 8",
+    "ratio-one": "ppo_llm.py --minibatch-size 256 --total-iterations 12",
+    "kl-negative": "ppo_llm.py --top-p 0.8 --entropy-coef 0.1 --total-iterations 12",
+    "kl-explodes": "ppo_llm.py --lr 3e-3 --kl-reward-coef 0 --total-iterations 12",
+    "nan": "ppo_llm.py --lr 1e18 --total-iterations 4",
+    "critic-flat": "ppo_llm.py --critic-lr 1e-7 --total-iterations 12",
+    "entropy-collapse": "grpo_llm.py --lr 1e-3 --kl-loss-coef 0 --total-iterations 20",
+    "entropy-held": "grpo_llm.py --lr 1e-3 --kl-loss-coef 0 --entropy-coef 0.02 --total-iterations 20",
+    "memory-1024": "ppo_llm.py --microbatch-tokens 1024 --total-iterations 2",
+    "memory-8192": "ppo_llm.py --microbatch-tokens 8192 --total-iterations 2",
+    "memory-65536": "ppo_llm.py --microbatch-tokens 65536 --total-iterations 2",
+    "rollout-slow": "ppo_llm.py --rollout-batch-size 4 --total-iterations 3",
+    "rollout-long": "ppo_llm.py --max-response-length 512 --temperature 3 --total-iterations 2",
+}
+
+
+def produce(name, folder):
+    """Run one symptom's command on one process; returns its exit code."""
+    script, *flags = shlex.split(SYMPTOMS[name])
+    command = [sys.executable, str(ROOT / script), *flags, "--output-dir", str(folder), "--run-name", "run"]
+    command += ["--track", "none", "--save-every", "1000"]
+    run = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if (folder / "run" / "metrics.jsonl").is_file():
+        write_compact(plot.read_run(folder / "run"), RESULTS / f"{name}.csv")
+    if run.returncode != 0:
+        (RESULTS / f"{name}.txt").write_text(run.stderr.strip().splitlines()[-1] + "\n")
+    return run.returncode
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(SYMPTOMS), help="of " + ", ".join(SYMPTOMS))
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for name in parser.parse_args().names:
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"{name}: exit code {produce(name, Path(folder))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
