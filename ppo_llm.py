@@ -99,7 +99,7 @@ class ModelArgs:
 class DataArgs:
     """prompts, and what scores the responses to them"""
 
-    dataset: str = str(TINY / "train.jsonl")
+    dataset: str = str(TINY / "train.jsonl")  # [8.12]
     """.jsonl/.json/.parquet/.csv file, or folder saved by `datasets` or hub id: `name`, `name:config:split`"""
     eval_dataset: str | None = None
     """test data, same forms; default: the `test` split of the same source, or the file with `train` -> `test`"""
@@ -156,7 +156,7 @@ class UpdateArgs:
 
     total_iterations: int = 40
     """iterations of rollout and update; 0: evaluate only"""
-    ppo_epochs: int = 1
+    ppo_epochs: int = 1  # [3.8]
     """passes over each batch"""
     minibatch_size: int = 64
     """responses per optimizer step"""
@@ -178,7 +178,7 @@ class UpdateArgs:
     """gradients of actor and critic are scaled down to this global norm"""
     clip_low: float = 0.2
     """the ratio is clipped below 1 - this"""
-    clip_high: float = 0.2
+    clip_high: float = 0.2  # [3.10]
     """the ratio is clipped above 1 + this"""
     dual_clip: float | None = None
     """caps the loss of a bad token at this (> 1) times |A|, however much its ratio has grown; 3 is usual"""
@@ -198,7 +198,7 @@ class AdvantagesArgs:
 
     gamma: float = 1.0
     """discount per token"""
-    lam: float = 0.95
+    lam: float = 0.95  # [2.4]
     """GAE lambda: 1 is Monte Carlo (no bias), 0 one-step TD (least variance)"""
     whiten_advantages: bool = True
     """shift and scale advantages to mean 0, variance 1 over all tokens of the batch"""
@@ -298,7 +298,7 @@ def batch_kept(path, rows, responses, scores=None):
         raise UserError(f"{error}; the batch is in {path}") from error
 
 
-def check_finite(**numbers):
+def check_finite(**numbers):  # [12.8]
     """Raises UserError if one of the tensors has a NaN or an infinity."""
     if bad := [name.replace("_", " ") for name, x in numbers.items() if not x.isfinite().all()]:
         what = f"not finite: {', '.join(bad)}; no step was taken with them"
@@ -439,7 +439,7 @@ def load_prompts(source, split, args, tokenizer):
         raise UserError(f"dataset {source}: it has no rows")
     names = table.column_names
     prompts_of = "verl" if "reward_model" in names else "TRL"
-    formats = {"question": "GSM8K raw", "prompt": prompts_of, "chosen": "preference pairs"}
+    formats = {"question": "GSM8K raw", "prompt": prompts_of, "chosen": "preference pairs"}  # [8.8]
     prompt_column = args.prompt_column or next((c for c in formats if c in names), "question, prompt or chosen")
     answer_column = args.answer_column or next((c for c in ("answer", "solution", "reward_model") if c in names), None)
     for flag, column in (("--prompt-column", prompt_column), ("--answer-column", answer_column)):
@@ -471,12 +471,12 @@ def load_prompts(source, split, args, tokenizer):
                 text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         rows.append({"prompt": text, "answer": answer, "columns": columns | {"messages": messages}})
     # A chat template writes the BOS itself.
-    encoded = tokenizer([row["prompt"] for row in rows], add_special_tokens=not use_chat)["input_ids"]
+    encoded = tokenizer([row["prompt"] for row in rows], add_special_tokens=not use_chat)["input_ids"]  # [8.9]
     limit, lengths = args.max_prompt_length, [len(ids) for ids in encoded]
     for number, (row, ids) in enumerate(zip(rows, encoded), 1):
         if len(ids) > limit and args.overlong_prompts == "error":
             raise UserError(f"{source} row {number}: {len(ids)} tokens, more than --max-prompt-length {limit}")
-        if len(ids) > limit and args.overlong_prompts == "truncate":  # the end stays, and the BOS
+        if len(ids) > limit and args.overlong_prompts == "truncate":  # [8.10] the end stays, and the BOS
             bos = ids[: ids[0] == tokenizer.bos_token_id]
             ids = bos + ids[len(ids) - limit + len(bos) :]
             row["prompt"] = tokenizer.decode(ids[len(bos) :])
@@ -505,7 +505,7 @@ def gsm8k_number(text):
     """The number after the last '####' as a Decimal; None if there is none. '#### $-1,234.' is -1234."""
     if "####" not in text:
         return None
-    match = re.match(r"([-+]?) ?[$€£]? ?([-+]?)((?:\d[\d,]*)?\.?\d+)", text.rsplit("####", 1)[1].lstrip())
+    match = re.match(r"([-+]?) ?[$€£]? ?([-+]?)((?:\d[\d,]*)?\.?\d+)", text.rsplit("####", 1)[1].lstrip())  # [8.2]
     return Decimal(f"{match[1] or match[2]}{match[3].replace(',', '')}") if match else None
 
 
@@ -549,7 +549,7 @@ def compute_scores(reward_function, rows, responses):
 
     Dataset columns are passed to the function only when it names them.
     """
-    names = inspect.signature(reward_function).parameters
+    names = inspect.signature(reward_function).parameters  # [8.3]
     columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"] if name in names}
     columns = {name: values for name, values in columns.items() if name not in ("prompts", "responses", "answers")}
     with blamed_on(f"the reward failed on the batch beginning {rows[0]['prompt'][-80:]!r} -> {responses[0][:80]!r}"):
@@ -625,7 +625,7 @@ def as_it_began(model):
     if "reference" in adapters:
         model.set_adapter("reference")
     elif adapters:
-        model.disable_adapters()
+        model.disable_adapters()  # [4.11]
     yield
     if adapters:
         model.enable_adapters()
@@ -651,7 +651,7 @@ def load_causal_lm(name, lora_rank=0):
     return model
 
 
-def to_sequences(input_ids, attention_mask, num_response_tokens, group_size):
+def to_sequences(input_ids, attention_mask, num_response_tokens, group_size):  # [11.4]
     """What goes through a model for rows (B,P+T): sequences (N,S) without padding before their ends.
 
     Every group_size rows answer one prompt and become one sequence: prompt, response, response ... A response sees the
@@ -682,7 +682,7 @@ def to_sequences(input_ids, attention_mask, num_response_tokens, group_size):
     return inputs, ((number // group_size).expand_as(places), places)
 
 
-def response_states(backbone, input_ids, attention_mask, num_response_tokens, group_size=1):
+def response_states(backbone, input_ids, attention_mask, num_response_tokens, group_size=1):  # [1.7]
     """Hidden states (n,H) from which the n response tokens that are no padding are predicted, row by row.
 
     The one shift: the state at position t knows the tokens up to t and predicts token t+1. Padding may be anywhere.
@@ -712,7 +712,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.entropy_needs_grad = entropy_needs_grad
-        self.chunk_elements = 2**26  # logits at a time: 256 MiB in fp32, 1 GiB with what is made of them
+        self.chunk_elements = 2**26  # [7.13] logits at a time: 256 MiB in fp32, 1 GiB with what is made of them
 
     def forward(self, input_ids, attention_mask, num_response_tokens, temperature, group_size=1):
         """input_ids, attention_mask (B,L) -> logprobs, entropy (B,T) in fp32 of the last T = num_response_tokens.
@@ -726,7 +726,7 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings()
 
         def chunk_forward(hidden, labels):
-            logits = head(hidden).float() / temperature  # (n,V): exists for some tokens only, never leaves
+            logits = head(hidden).float() / temperature  # [6.10] (n,V): exists for some tokens only, never leaves
             all_logprobs = logits.log_softmax(-1)
             logprobs = all_logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
             with nullcontext() if self.entropy_needs_grad else torch.no_grad():
@@ -743,7 +743,7 @@ class Policy(nn.Module):
         return tuple(torch.zeros(valid.shape, device=x.device).masked_scatter(valid, x) for x in results)
 
 
-class Critic(nn.Module):
+class Critic(nn.Module):  # [1.9]
     """Value of the state *before* each response token: a transformer backbone with a scalar head on every position.
 
     Loaded as (and saved to be loaded as) AutoModelForTokenClassification with one label.
@@ -757,7 +757,7 @@ class Critic(nn.Module):
         head = getattr(self.model, self.head_name)
         for key, parameter in head.named_parameters():  # kept when the checkpoint brings it
             if f"{self.head_name}.{key}" in info["missing_keys"]:
-                nn.init.zeros_(parameter)
+                nn.init.zeros_(parameter)  # [2.1]
         whole = {"exclude_modules": [self.head_name], "modules_to_save": [self.head_name]}
         add_lora(self.model, adapter, lora_rank, task_type="TOKEN_CLS", **whole)
 
@@ -768,7 +768,7 @@ class Critic(nn.Module):
         valid = attention_mask[:, -num_response_tokens:].bool()  # (B,T)
         with torch.autocast(hidden.device.type, enabled=False):  # a value in bf16 would have two digits
             values = getattr(self.model, self.head_name)(hidden.float()).squeeze(-1)
-        return torch.zeros(valid.shape, device=values.device).masked_scatter(valid, values)
+        return torch.zeros(valid.shape, device=values.device).masked_scatter(valid, values)  # [2.1]
 
 
 class RewardModel:
@@ -790,7 +790,7 @@ class RewardModel:
         self.pipeline = transformers.pipeline("text-classification", model, tokenizer=self.tokenizer, device=device)
 
     def __call__(self, prompts, responses, answers, messages):
-        use_chat = self.tokenizer.chat_template is not None
+        use_chat = self.tokenizer.chat_template is not None  # [8.4]
         texts = [prompt + response for prompt, response in zip(prompts, responses)]
         if use_chat:
             chats = [[*chat, {"role": "assistant", "content": text}] for chat, text in zip(messages, responses)]
@@ -826,7 +826,7 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
     return tensor
 
 
-def make_response_mask(responses, eos_ids):
+def make_response_mask(responses, eos_ids):  # [1.6]
     """responses (B,T) -> (B,T) bool: true up to and including the first EOS id; all true in a row that has none."""
     is_eos = torch.isin(responses, torch.tensor(eos_ids, device=responses.device, dtype=responses.dtype))
     return is_eos.cumsum(1) - is_eos.long() == 0
@@ -849,7 +849,7 @@ def global_moments(x, mask):
     return mean, squares / (total[1] - 1).clamp(min=1), total[1]
 
 
-def masked_whiten(x, mask):
+def masked_whiten(x, mask):  # [2.7]
     """x (B,T) shifted and scaled to mean 0, variance 1 over the mask on all ranks; 0 outside. Every rank must call it.
 
     Unbiased variance, eps 1e-8; all zeros when fewer than two tokens are valid.
@@ -869,15 +869,15 @@ def gae(rewards, values, mask, gamma, lam):
     advantages = torch.zeros_like(rewards)
     next_value = next_advantage = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]  # [2.3]
         advantage = delta + gamma * lam * next_advantage
         advantages[:, t] = torch.where(mask[:, t], advantage, 0)
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)  # [2.5]
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)
-    return advantages, advantages + values
+    return advantages, advantages + values  # [2.6]
 
 
-def kl_penalty(logprobs, ref_logprobs, kind):
+def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     """Per-token estimate of KL(pi || pi_ref) from tokens sampled by pi (Schulman, "Approximating KL Divergence").
 
     With d = logprobs - ref_logprobs: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) - 1 + d. A `+` keeps the value and
@@ -886,7 +886,7 @@ def kl_penalty(logprobs, ref_logprobs, kind):
     """
     d = logprobs - ref_logprobs
     if kind in ("k1+", "k3+"):
-        k2 = d.square() / 2
+        k2 = d.square() / 2  # [4.4]
         return kl_penalty(logprobs, ref_logprobs, kind[:2]).detach() + (k2 - k2.detach())
     if kind == "k1":
         return d
@@ -895,7 +895,7 @@ def kl_penalty(logprobs, ref_logprobs, kind):
     if kind == "k2":
         return d.square() / 2
     if kind == "k3":
-        x = (-d).clamp(max=5.0)
+        x = (-d).clamp(max=5.0)  # [4.3]
         return x.exp() - x - 1 + (math.exp(5.0) - 1) * (-d - x)
     raise ValueError(f"unknown KL kind {kind!r}")
 
@@ -906,14 +906,14 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high, dual_cl
     dual_clip c > 1 (1912.09729): where the advantage is negative the loss is at most c*|A|. The log-ratio is clamped to
     +-20 so that exp stays finite.
     """
-    ratio = (logprobs - old_logprobs).clamp(-20.0, 20.0).exp()
-    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    ratio = (logprobs - old_logprobs).clamp(-20.0, 20.0).exp()  # [3.12]
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))  # [3.3]
     if dual_clip is not None:
-        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
+        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)  # [3.11]
     return losses
 
 
-def value_loss(values, old_values, returns, value_clip=None):
+def value_loss(values, old_values, returns, value_clip=None):  # [2.8]
     """Per-token 1/2*(V - R)^2; with value_clip the larger of it and the same for V kept in old_values +- value_clip."""
     losses = (values - returns).square()
     if value_clip is not None:
@@ -929,7 +929,7 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
     ranks: the shares add up to the same loss however the step is cut. A step without tokens gives 0.
     """
     losses = torch.where(mask, losses, 0)
-    if mode == "token-mean":
+    if mode == "token-mean":  # [5.6]
         return losses.sum() / max(num_tokens, 1)
     per_sequence = losses.sum(1)  # (B,)
     if mode == "seq-mean-token-mean":
@@ -948,10 +948,10 @@ def rollout_weights(old_logprobs, rollout_logprobs, mask, level, cap):
     """
     log_ratio = torch.where(mask, old_logprobs - rollout_logprobs, 0).detach()
     if level == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)  # [6.5]
     elif level != "token":
         raise ValueError(f"unknown level {level!r}")
-    return torch.where(mask, log_ratio.clamp(-20, 20).exp().clamp(max=cap), 0)
+    return torch.where(mask, log_ratio.clamp(-20, 20).exp().clamp(max=cap), 0)  # [6.6]
 
 
 class AdaptiveKL:
@@ -966,7 +966,7 @@ class AdaptiveKL:
         """kl: token mean of the batch that used `coef`; n: its number of responses, 0.2*n below the horizon."""
         if 0.2 * n >= self.horizon:
             raise ValueError("horizon must be more than 0.2 times the responses per update")
-        self.coef *= 1 + max(-0.2, min(0.2, kl / self.target - 1)) * n / self.horizon
+        self.coef *= 1 + max(-0.2, min(0.2, kl / self.target - 1)) * n / self.horizon  # [4.8]
 
 
 def schedule(kind, iteration, total_iterations, warmup_iterations):
@@ -1018,7 +1018,7 @@ def sample_tokens(logits, uniforms, temperature, top_p, top_k):
     return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
 
 
-class KVCache(transformers.DynamicCache):
+class KVCache(transformers.DynamicCache):  # [11.4]
     """As attention computes: under autocast rotary embeddings make keys float32, and the cache twice as large."""
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -1057,7 +1057,7 @@ def generate(model, queries, query_mask, uniforms, eos_ids, pad_id, temperature=
         num_alive = int(alive.sum())
         if num_alive == 0 or t == max_new_tokens - 1:
             break
-        if num_alive <= 0.9 * len(rows):  # finished rows leave; dropping each at once would copy the cache every step
+        if num_alive <= 0.9 * len(rows):  # [6.11] finished rows leave; each at once: the cache copied every step
             kept = alive.nonzero().squeeze(1)
             cache.batch_select_indices(kept)
             rows, alive, tokens, mask = rows[kept], alive[kept], tokens[kept], mask[kept]
@@ -1177,7 +1177,7 @@ def evaluate(model, tokenizer, rows, reward_function, args, accelerator, eos_ids
         chunk = [rows[i] for i in index]
         queries, query_mask = left_pad([row["input_ids"] for row in chunk], pad_id, device)
         result = [{"prompt": row["prompt"], "answer": row["answer"]} for row in chunk]
-        for name, temperature in (("score", 0.0), ("score_sampled", 1.0)):
+        for name, temperature in (("score", 0.0), ("score_sampled", 1.0)):  # [8.13]
             uniforms = noise[index].to(device)
             with accelerator.autocast():
                 responses, _ = generate(model, queries, query_mask, uniforms, eos_ids, pad_id, temperature)
@@ -1291,7 +1291,7 @@ def digest(x):
         return hashlib.sha256(content).hexdigest()
 
 
-def save_checkpoint(path, trainees, about, keep, accelerator):
+def save_checkpoint(path, trainees, about, keep, accelerator):  # [7.16]
     """Each rank writes its part as safetensors, rank 0 the dictionary `about` as JSON; the newest `keep` stay."""
     with written_whole(path) if accelerator.is_main_process else nullcontext() as folder:
         folder = broadcast_object_list([folder])[0]
@@ -1467,7 +1467,7 @@ def main(args: Args, stop=None):
             raise UserError(f"--eval-dataset {eval_summary}")
         reward_function = RewardModel(args.reward_model, device) if args.reward_model else load_reward(args.reward)
         sample = (train_rows or eval_rows)[:2]
-        compute_scores(reward_function, sample, [""] * len(sample))  # fails now rather than later
+        compute_scores(reward_function, sample, [""] * len(sample))  # [8.14] fails now rather than later
         model = load_causal_lm(args.model, args.lora_rank)
         lora = getattr(model, "peft_config", {}).get("default")
         if lora and args.lora_rank not in (0, lora.r):
@@ -1493,9 +1493,9 @@ def main(args: Args, stop=None):
     # The pad id only fills: masks say what counts.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
-    use_reference = args.total_iterations > 0 and (args.kl_reward_coef > 0 or args.kl_loss_coef > 0)
+    use_reference = args.total_iterations > 0 and (args.kl_reward_coef > 0 or args.kl_loss_coef > 0)  # [1.3]
     if use_reference and not lora:  # as the actor is now, never trained
-        reference = Policy(copy.deepcopy(model)).requires_grad_(False)
+        reference = Policy(copy.deepcopy(model)).requires_grad_(False)  # [4.11]
         for part in reference.modules() if bf16 else ():  # autocast computes these in bfloat16: so they are kept in it
             if isinstance(part, nn.Linear) and part.weight is not reference.model.get_input_embeddings().weight:
                 part.to(torch.bfloat16)
@@ -1506,9 +1506,9 @@ def main(args: Args, stop=None):
     policy, critic = accelerator.prepare(Policy(model, args.entropy_coef > 0).train(), critic.train())
     if lora:  # the frozen weights are shared, see as_it_began
         reference = policy
-    adamw = {"weight_decay": args.weight_decay, "fused": True}  # fused: one kernel for all weights
+    adamw = {"weight_decay": args.weight_decay, "fused": True}  # [11.4] fused: one kernel for all weights
     actor_optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, **adamw)
-    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, **adamw)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, **adamw)  # [1.4]
     kl_controller = AdaptiveKL(args.kl_reward_coef, args.kl_target, args.kl_horizon)
     trainees = {"actor": (policy, actor_optimizer), "critic": (critic, critic_optimizer)}
     trainees = {name: (accelerator.unwrap_model(model), optimizer) for name, (model, optimizer) in trainees.items()}
@@ -1525,7 +1525,7 @@ def main(args: Args, stop=None):
     local_size = args.minibatch_size // world_size
     num_steps = num_minibatches * args.ppo_epochs
     # With a single step and no reference, the forward pass of the update gives the old log-probs.
-    on_policy = num_steps == 1 and not use_reference and args.old_logprobs == "recompute"
+    on_policy = num_steps == 1 and not use_reference and args.old_logprobs == "recompute"  # [6.8]
     need_old_pass = not on_policy and args.old_logprobs != "rollout"
 
     with errors_agreed(accelerator), blamed_on(f"the run folder {run_dir} cannot be written"):
@@ -1552,7 +1552,7 @@ def main(args: Args, stop=None):
         accelerator.init_trackers(project, None, {"wandb": wandb, "tensorboard": {"purge_step": first}})
 
     actor_size, critic_size = (sum(p.numel() for p in m.parameters()) for m in (policy, critic))
-    num_trained = sum(p.numel() for m in (policy, critic) for p in m.parameters() if p.requires_grad)
+    num_trained = sum(p.numel() for m in (policy, critic) for p in m.parameters() if p.requires_grad)  # [7.12]
     copied = sum(p.numel() * p.element_size() for p in reference.parameters()) if use_reference and not lora else 0
     gib = (4 * (actor_size + critic_size) + copied + 12 * num_trained) / 2**30
     say(f"{script.name}: {world_size} process(es) on {device.type}, {'bfloat16 autocast' if bf16 else 'float32'}")
@@ -1570,13 +1570,16 @@ def main(args: Args, stop=None):
     say(f"  steps      {num_minibatches} minibatches of {args.minibatch_size} ({local_size} per process)", end="")
     say(f" x {args.ppo_epochs} epoch(s) = {num_steps} optimizer steps per iteration")
     if num_steps == 1 and args.old_logprobs != "rollout":
-        say("  note       one minibatch, one epoch: the ratio is always 1 and clipping cannot fire")
+        say("  note       one minibatch, one epoch: the ratio is always 1 and clipping cannot fire")  # [12.3]
     if args.group_size > 1 and not joins:
         say("  note       attention of this kind of model: a prompt is computed anew for each of its responses")
-    if args.top_p < 1 or args.top_k > 0:
+    if args.top_p < 1 or args.top_k > 0:  # [6.9]
+        # [12.10]
         say("  warning    top-p/top-k truncate what is sampled but not the log-probs: ratio or KL are biased")
     if args.kl_loss_coef > 0 and args.kl_loss_kind == "k1":
         say("  warning    k1 in the loss has zero expected gradient: noise, and no pull to the reference")
+    if args.kl_reward_coef > 0 and args.kl_reward_kind not in ("k1", "k1+"):
+        say("  warning    in the reward only k1 pulls to the reference: the others' gradients vanish near it")
     if args.save_every:
         say(f"  save       every {args.save_every} iterations {12 * num_trained / 2**30:.2f} GiB", end="")
         say(f", the newest {args.keep_checkpoints} checkpoints are kept")
@@ -1625,15 +1628,15 @@ def main(args: Args, stop=None):
         if iteration > 0:
             # 1. Rollout: this rank's prompts, group_size responses each.
             with phase("rollout"):
-                batch = draw_prompts(train_rows, num_drawn, args.batch_size, args.seed)[rank::world_size]
+                batch = draw_prompts(train_rows, num_drawn, args.batch_size, args.seed)[rank::world_size]  # [7.2]
                 num_drawn += args.batch_size
                 rows = [row for row in batch for _ in range(args.group_size)]
-                queries, query_mask = left_pad([row["input_ids"] for row in batch], pad_id, device)  # (N,P)
+                queries, query_mask = left_pad([row["input_ids"] for row in batch], pad_id, device)  # [1.10] (N,P)
                 # Noise of the whole global batch, of which each rank takes its rows: the same at any process count.
                 noise = generator("rollout", args.seed, iteration)
                 shape = (args.batch_size, args.group_size, args.max_response_length)
                 uniforms = torch.rand(shape, generator=noise, dtype=torch.float64)
-                uniforms = uniforms[rank::world_size].to(device)  # (N,G,T)
+                uniforms = uniforms[rank::world_size].to(device)  # [7.3] (N,G,T)
                 actor = accelerator.unwrap_model(policy).model
                 size = max(1, args.rollout_batch_size // args.group_size)  # prompts at a time
                 options = eos_ids, pad_id, args.temperature, args.top_p, args.top_k
@@ -1648,7 +1651,7 @@ def main(args: Args, stop=None):
             # 2. Reward: one score per response.
             texts = decode(tokenizer, responses, response_mask)
             with phase("reward"), errors_agreed(accelerator), batch_kept(debug, rows, texts):
-                scores = torch.tensor(compute_scores(reward_function, rows, texts), device=device)  # (B,)
+                scores = torch.tensor(compute_scores(reward_function, rows, texts), device=device)  # [8.1] (B,)
                 scores = scores - args.missing_eos_penalty * ~ended
 
             # 3. Log-probs of the policy that sampled and of the reference, by the same forward pass as in training.
@@ -1657,16 +1660,17 @@ def main(args: Args, stop=None):
                 tokens = queries, query_mask, responses, response_mask
                 shares = [range(len(rows))[i : i + local_size] for i in range(0, len(rows), local_size)]
                 # On a CPU 128 tokens of padding cost about as much as a pass, on a GPU a pass costs thousands.
-                max_padding = 128 if device.type == "cpu" else math.inf
+                max_padding = 128 if device.type == "cpu" else math.inf  # [11.4]
                 sizes = args.group_size if joins else 1, args.microbatch_tokens, hidden_size
                 joined = best_join(query_mask, response_mask, *sizes)
+                # [3.2]
                 minibatches = [pack(*tokens, share, args.microbatch_tokens, joined, max_padding) for share in shares]
                 # Responses and tokens of every optimizer step, over all ranks: the denominators of the losses.
                 step_sequences = [len(share) * world_size for share in shares]
-                step_tokens = all_reduce(torch.stack([lengths[share].sum() for share in shares])).tolist()
-                old_logprobs = rollout_logprobs  # (B,T)
+                step_tokens = all_reduce(torch.stack([lengths[share].sum() for share in shares])).tolist()  # [7.4]
+                old_logprobs = rollout_logprobs  # [6.2] (B,T)
                 if need_old_pass:
-                    old_logprobs = forward_all(policy, minibatches, response_mask, args.temperature)
+                    old_logprobs = forward_all(policy, minibatches, response_mask, args.temperature)  # [3.1]
                 ref_logprobs = old_logprobs  # without a reference every KL is 0
                 if use_reference:
                     with as_it_began(accelerator.unwrap_model(reference).model):
@@ -1683,8 +1687,9 @@ def main(args: Args, stop=None):
 
             # 5. Token rewards and advantages.
             with phase("advantages"):
+                # [4.5]
                 rewards = -kl_controller.coef * kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # (B,T)
-                rewards[range(len(rows)), lengths - 1] += scores  # on the last valid token: EOS, or where it was cut
+                rewards[range(len(rows)), lengths - 1] += scores  # [4.7] on the last valid token, EOS or not
                 advantages, returns = gae(rewards, values, response_mask, args.gamma, args.lam)  # (B,T)
                 moments.add("advantage/mean", advantages, response_mask)
                 if args.whiten_advantages:
@@ -1698,7 +1703,7 @@ def main(args: Args, stop=None):
             # The optimizer steps: every epoch shuffles the minibatches, alike on all ranks, and never their rows.
             stream = generator("minibatches", args.seed, iteration)
             shuffles = [torch.randperm(len(minibatches), generator=stream).tolist() for _ in range(args.ppo_epochs)]
-            steps = [k for shuffle in shuffles for k in shuffle]
+            steps = [k for shuffle in shuffles for k in shuffle]  # [3.7]
             factor = schedule(args.lr_schedule, iteration, args.total_iterations, args.warmup_iterations)
             actor_optimizer.param_groups[0]["lr"] = args.lr * factor
             critic_optimizer.param_groups[0]["lr"] = args.critic_lr * factor
@@ -1711,27 +1716,28 @@ def main(args: Args, stop=None):
                     for i, mb in enumerate(minibatches[k]):
                         mb_mask, mb_advantages = response_mask[mb.at], advantages[mb.at]  # (b,t)
                         last = i == len(minibatches[k]) - 1  # ranks exchange gradients once per step
-                        with nullcontext() if last else accelerator.no_sync(policy):
+                        with nullcontext() if last else accelerator.no_sync(policy):  # [7.5]
                             mb_logprobs, mb_entropy = policy(*mb.inputs, args.temperature, mb.group_size)
                             mb_logprobs, mb_entropy = (torch.where(mb_mask, x, 0) for x in (mb_logprobs, mb_entropy))
-                            mb_old_logprobs = mb_logprobs.detach() if on_policy else old_logprobs[mb.at]
+                            mb_old_logprobs = mb_logprobs.detach() if on_policy else old_logprobs[mb.at]  # [6.8]
                             clips = args.clip_low, args.clip_high, args.dual_clip
                             mb_losses = policy_loss(mb_logprobs, mb_old_logprobs, mb_advantages, *clips)
                             if args.old_logprobs == "corrected":
-                                mb_losses = mb_losses * weights[mb.at]
+                                mb_losses = mb_losses * weights[mb.at]  # [6.2]
                             if args.entropy_coef > 0:
-                                mb_losses = mb_losses - args.entropy_coef * mb_entropy
+                                mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.8]
                             if args.kl_loss_coef > 0:
-                                mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb.at], args.kl_loss_kind)
+                                mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb.at], args.kl_loss_kind)  # [4.4]
                                 mb_losses = mb_losses + args.kl_loss_coef * mb_kl
                             counts = step_tokens[k], step_sequences[k], args.max_response_length
                             loss = aggregate(mb_losses, mb_mask, args.loss_agg, *counts)
-                            # DDP averages over ranks, `loss` is a share of a sum.
+                            # [7.4] DDP averages over ranks, `loss` is a share of a sum.
                             accelerator.backward(loss * world_size)
                         with torch.no_grad():
                             log_ratio = (mb_logprobs - mb_old_logprobs).clamp(-20, 20)
                             approx_kl = log_ratio.exp() - 1 - log_ratio  # k3: never negative, little variance
                             ratio, good, bad = log_ratio.exp(), mb_advantages > 0, mb_advantages < 0
+                            # [3.13]
                             clipped = (good & (ratio > 1 + args.clip_high)) | (bad & (ratio < 1 - args.clip_low))
                             step_loss += loss
                             step_kl += approx_kl.sum() / step_tokens[k]
@@ -1745,8 +1751,8 @@ def main(args: Args, stop=None):
                                 moments.add("rollout/logprob_diff", gap, mb_mask)
                             if args.dual_clip is not None:
                                 moments.add("actor/clipfrac_dual", bad & (ratio > args.dual_clip), mb_mask)
-                    # Decided on the KL of all ranks together: one rank stopping alone would leave the others waiting.
-                    if args.target_kl is not None and all_reduce(step_kl) > args.target_kl:
+                    # [7.6] Decided on the KL of all ranks together: one that stops alone leaves the others waiting.
+                    if args.target_kl is not None and all_reduce(step_kl) > args.target_kl:  # [3.9]
                         actor_optimizer.zero_grad()
                         break
                     grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
@@ -1781,7 +1787,7 @@ def main(args: Args, stop=None):
                     critic_optimizer.zero_grad()
 
             # Log. Every number covers the valid tokens, or the rows, of all ranks.
-            row_kl = (old_logprobs - ref_logprobs).sum(1)  # (B,)
+            row_kl = (old_logprobs - ref_logprobs).sum(1)  # [4.12] (B,)
             moments.add("reward/mean", scores)
             moments.add("reward/total_mean", rewards.sum(1))
             moments.add("response/length_mean", lengths)
@@ -1794,11 +1800,11 @@ def main(args: Args, stop=None):
                 moments.add("kl/sequence", row_kl)
                 metrics["kl/coef"] = kl_controller.coef
             if need_old_pass:  # sampling and training should agree; precision and kernels make them differ
-                moments.add("rollout/logprob_diff", (old_logprobs - rollout_logprobs).abs(), response_mask)
+                moments.add("rollout/logprob_diff", (old_logprobs - rollout_logprobs).abs(), response_mask)  # [6.7]
             means, stds = moments.reduce()
             if args.old_logprobs == "corrected":  # share of the tokens that as many equal weights would amount to
-                metrics["rollout/ess"] = means["rollout/weight_mean"] ** 2 / means["squared weights"]
-            metrics["critic/explained_variance"] = 1 - stds["residuals"] ** 2 / (stds["returns"] ** 2 + 1e-5)
+                metrics["rollout/ess"] = means["rollout/weight_mean"] ** 2 / means["squared weights"]  # [6.7]
+            metrics["critic/explained_variance"] = 1 - stds["residuals"] ** 2 / (stds["returns"] ** 2 + 1e-5)  # [2.9]
             metrics |= {name: mean for name, mean in means.items() if "/" in name}
             metrics |= {f"{name}/std": stds[f"{name}/mean"] for name in ("reward", "advantage")}
             metrics |= {"actor/lr": args.lr * factor, "critic/lr": args.critic_lr * factor}

@@ -3,9 +3,9 @@
     python benchmarks/symptoms.py                   all of them, about half an hour on two cores
     python benchmarks/symptoms.py ratio-one nan     only these
 
-In benchmarks/results/symptoms/ it writes NAME.csv (the metrics, four significant digits) and NAME.txt (the last line that
-the run printed when it stopped by itself). notes/figures_09.py draws them; a test checks that the commands of the note
-are these.
+In benchmarks/results/symptoms/ it writes NAME.csv (the metrics, four significant digits) and NAME.txt (the last line
+that the run printed when it stopped by itself). notes/figures_09.py draws them; a test checks that the commands of the
+note are these.
 """
 
 import argparse
@@ -49,7 +49,8 @@ def produce(name, folder):
     if (folder / "run" / "metrics.jsonl").is_file():
         write_compact(plot.read_run(folder / "run"), RESULTS / f"{name}.csv")
     if run.returncode != 0:
-        (RESULTS / f"{name}.txt").write_text(run.stderr.strip().splitlines()[-1] + "\n")
+        last = run.stderr.strip().splitlines()[-1].replace(str(folder / "run"), f"runs/{name}")
+        (RESULTS / f"{name}.txt").write_text(last + "\n")
     return run.returncode
 
 

@@ -81,7 +81,11 @@ def rows(source):
     lines, cuts = source.splitlines(), []
     for number, line in enumerate(lines):
         tag = TAG.search(line)
-        if tag or number == 0 or (re.match(r"(def|class|@|# -----)", line) and not re.match("(@|#)", lines[number - 1])):
+        if (
+            tag
+            or number == 0
+            or (re.match(r"(def|class|@|# -----)", line) and not re.match("(@|#)", lines[number - 1]))
+        ):
             cuts.append((number, tag and tag[1]))
     ends = [number for number, _ in cuts[1:]] + [len(lines)]
     return [(begin, lines[begin:end], tag) for (begin, tag), end in zip(cuts, ends)]
@@ -116,7 +120,9 @@ def main():
         for name, title in SCRIPTS.items():
             (docs / f"{name}.md").write_text(script_page(name, title, notes))
         for name, title in DIFFS.items():
-            (docs / f"{name}.md").write_text(f"# {title}\n\n```diff\n{(NOTES / name).with_suffix('.diff').read_text()}```\n")
+            (docs / f"{name}.md").write_text(
+                f"# {title}\n\n```diff\n{(NOTES / name).with_suffix('.diff').read_text()}```\n"
+            )
         (docs / "beside.css").write_text(STYLE)
         chapters = {path.stem: re.match("# (.*)", path.read_text())[1] for path in sorted(docs.glob("[0-9]*.md"))}
         pages = {"Notes": chapters, "Scripts beside their notes": SCRIPTS, "Differences": DIFFS}
@@ -133,7 +139,10 @@ def main():
             + [{"pymdownx.arithmatex": OPTIONS["pymdownx.arithmatex"]}],
             "extra_css": ["beside.css"],
         }
-        colours = (("(prefers-color-scheme: light)", "default", "slate"), ("(prefers-color-scheme: dark)", "slate", "default"))
+        colours = (
+            ("(prefers-color-scheme: light)", "default", "slate"),
+            ("(prefers-color-scheme: dark)", "slate", "default"),
+        )
         settings["theme"]["palette"] = [
             {"media": media, "scheme": scheme, "toggle": {"icon": "material/brightness-6", "name": f"to {other}"}}
             for media, scheme, other in colours

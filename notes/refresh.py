@@ -1,0 +1,104 @@
+"""Brings what the notes say about the code up to date with it: run after every change of a script.
+
+    python notes/refresh.py             (a test fails when it would change something)
+
+It writes the two diffs (GNU diff), the places of the tags `# [N.M]` under the heading of section N.M, and the table of
+all tags in note 10.
+"""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+NOTES = Path(__file__).resolve().parent
+ROOT = NOTES.parent
+SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
+DIFFS = {"ppo_to_grpo": ("ppo_llm", "grpo_llm"), "ppo_to_ppo_fsdp": ("ppo_llm", "ppo_llm_fsdp")}
+TAG = re.compile(r"# \[(\d+\.\d+)\]")
+SECTION = re.compile(r"(?m)^## (\d+\.\d+) (.*)\n(\n\*In the code: .*\*\n)?")
+TABLE = re.compile(r"(?s)(<!-- tags -->\n).*?(<!-- end of tags -->)")
+
+
+def places(script):
+    """[(tag, line number, name of the function or class around it)] of a script's source."""
+    lines = (ROOT / f"{script}.py").read_text().splitlines()
+    nodes = [x for x in ast.parse("\n".join(lines)).body if isinstance(x, ast.FunctionDef | ast.ClassDef)]
+    found = []
+    for number, line in enumerate(lines, 1):
+        for tag in TAG.findall(line):
+            at = number + (line.strip() == f"# [{tag}]")  # a tag on a line of its own is about the next
+            name = next((x.name for x in nodes if x.lineno <= at <= x.end_lineno), "module")
+            found.append((tag, at, name))
+    return found
+
+
+def by_tag():
+    """{tag: {script: [(line number, name), ...]}}"""
+    result = {}
+    for script in SCRIPTS:
+        for tag, number, name in places(script):
+            result.setdefault(tag, {}).setdefault(script, []).append((number, name))
+    return result
+
+
+def links(spots, script):
+    """Links to lines of one script: what they are in, and their number."""
+    return ", ".join(f"[`{name}` {number}](../{script}.py#L{number})" for number, name in spots)
+
+
+def with_places(text, tags):
+    """A note with the line of links under each section that has tags."""
+
+    def replace(match):
+        heading = f"## {match[1]} {match[2]}\n"
+        if match[1] not in tags:
+            return heading
+        spots = [f"`{script}.py` {links(spots, script)}" for script, spots in tags[match[1]].items()]
+        return f"{heading}\n*In the code: {'; '.join(spots)}*\n"
+
+    return SECTION.sub(replace, text)
+
+
+def titles():
+    """{"2.3": (file name, title)} of the sections of all notes."""
+    found = {}
+    for path in sorted(NOTES.glob("[0-9]*.md")):
+        found |= {number: (path.name, title) for number, title, _ in SECTION.findall(path.read_text())}
+    return found
+
+
+def anchor(title):
+    """The name that a heading has in a link, on GitHub and in the site."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+
+
+def table(tags):
+    """All tags, in the order of the notes, in Markdown."""
+    rows = ["| tag | what the note explains | " + " | ".join(f"`{script}.py`" for script in SCRIPTS) + " |"]
+    rows.append("|---" * (2 + len(SCRIPTS)) + "|")
+    for tag, (file, title) in titles().items():
+        if tag in tags:
+            cells = [links(tags[tag].get(script, []), script) for script in SCRIPTS]
+            rows.append(f"| {tag} | [{title}]({file}#{anchor(f'{tag} {title}')}) | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def diff(old, new):
+    command = ["diff", "-uw", "--label", f"{old}.py", "--label", f"{new}.py", f"{old}.py", f"{new}.py"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def contents():
+    """{path: what it should hold} of everything that this script writes."""
+    tags = by_tag()
+    result = {NOTES / f"{name}.diff": diff(*scripts) for name, scripts in DIFFS.items()}
+    for path in sorted(NOTES.glob("[0-9]*.md")):
+        text = with_places(path.read_text(), tags)
+        result[path] = TABLE.sub(lambda match: f"{match[1]}\n{table(tags)}\n\n{match[2]}", text)
+    return result
+
+
+if __name__ == "__main__":
+    for path, text in contents().items():
+        path.write_text(text)
