@@ -785,7 +785,7 @@ class Critic(nn.Module):  # [1.9]
         task = input_ids, attention_mask, num_response_tokens, group_size
         hidden = response_states(self.model.base_model, *task)  # (n,H)
         valid = attention_mask[:, -num_response_tokens:].bool()  # (B,T)
-        with torch.autocast(hidden.device.type, enabled=False):  # a value in bf16 would have two digits
+        with torch.autocast(hidden.device.type, enabled=False):  # a value in bf16 would have two or three digits
             values = getattr(self.model, self.head_name)(hidden.float()).squeeze(-1)
         return torch.zeros(valid.shape, device=values.device).masked_scatter(valid, values)  # [2.1]
 
@@ -1176,8 +1176,8 @@ def pack(queries, query_mask, responses, response_mask, rows, max_tokens, group_
     """Deals `rows` out to micro-batches of at most max_tokens tokens, max_padding of them padding, longest first.
 
     Every group_size rows answer one prompt and are one sequence; one that is longer has a micro-batch of its own. Made
-    once per iteration and used by every pass: log-probs change by about 5e-6 with the padding, and the ratio of an
-    unchanged policy must be exactly 1.
+    once per iteration and used by every pass: log-probs change by up to 3e-6 with the rows beside them, and the
+    ratio of an unchanged policy must be exactly 1.
     """
     prompts, answers = query_mask.sum(1).tolist(), response_mask.sum(1).tolist()
     groups = [list(rows[i : i + group_size]) for i in range(0, len(rows), group_size)]
@@ -1692,7 +1692,7 @@ def main(args: Args, stop=None):
     if args.kl_loss_coef > 0 and args.kl_loss_kind == "k1":
         say("  warning    k1 in the loss has zero expected gradient: noise, and no pull to the reference")
     if args.kl_reward_coef > 0 and args.kl_reward_kind not in ("k1", "k1+"):
-        say("  warning    in the reward only k1 pulls to the reference: the others' gradients vanish near it")
+        say("  warning    in the reward only k1 pulls to the reference: others vanish near it or lose the sign")
     if args.save_every:
         say(f"  save       every {args.save_every} iterations {12 * num_trained / 2**30:.2f} GiB", end="")
         say(f", the newest {args.keep_checkpoints} checkpoints are kept")

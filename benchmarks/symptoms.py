@@ -22,21 +22,23 @@ from learning import write_compact
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "symptoms"
 SYMPTOMS = {
-    "reward-zero": "grpo_llm.py --reward exact --total-iterations 8",
+    "reward-zero": "grpo_llm.py --reward exact --answer-column question --total-iterations 8",
     "reward-truncated": "ppo_llm.py --max-response-length 12 --total-iterations 12",
-    "loss-zero": "grpo_llm.py --reward exact --kl-loss-coef 0 --total-iterations 8",
+    "loss-zero": "grpo_llm.py --kl-loss-coef 0 --minibatch-size 256 --total-iterations 8",
     "ratio-one": "ppo_llm.py --minibatch-size 256 --total-iterations 12",
-    "kl-negative": "ppo_llm.py --top-p 0.8 --entropy-coef 0.1 --total-iterations 12",
-    "kl-explodes": "ppo_llm.py --lr 3e-3 --kl-reward-coef 0 --total-iterations 12",
+    "kl-negative": "grpo_llm.py --top-p 0.6 --entropy-coef 0.1 --reward exact --answer-column question"
+    " --lr 3e-5 --total-iterations 12",
+    "entropy-explodes": "ppo_llm.py --top-p 0.6 --entropy-coef 1 --total-iterations 12",
+    "kl-explodes": "ppo_llm.py --lr 3e-3 --total-iterations 12",
     "nan": "ppo_llm.py --lr 1e18 --total-iterations 4",
     "critic-flat": "ppo_llm.py --critic-lr 1e-7 --total-iterations 12",
     "entropy-collapse": "grpo_llm.py --lr 1e-3 --kl-loss-coef 0 --total-iterations 20",
     "entropy-held": "grpo_llm.py --lr 1e-3 --kl-loss-coef 0 --entropy-coef 0.02 --total-iterations 20",
-    "memory-1024": "ppo_llm.py --microbatch-tokens 1024 --total-iterations 2",
-    "memory-8192": "ppo_llm.py --microbatch-tokens 8192 --total-iterations 2",
-    "memory-65536": "ppo_llm.py --microbatch-tokens 65536 --total-iterations 2",
+    "entropy-low": "grpo_llm.py --temperature 0.3 --total-iterations 20",
+    "memory-rollout": "ppo_llm.py --batch-size 4096 --rollout-batch-size 4096 --total-iterations 1 --eval-every 0",
+    "memory-held": "ppo_llm.py --batch-size 4096 --rollout-batch-size 128 --total-iterations 1 --eval-every 0",
     "rollout-slow": "ppo_llm.py --rollout-batch-size 4 --total-iterations 3",
-    "rollout-long": "ppo_llm.py --max-response-length 512 --temperature 3 --total-iterations 2",
+    "rollout-long": "ppo_llm.py --temperature 5 --max-response-length 400 --total-iterations 2",
 }
 
 

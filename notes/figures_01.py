@@ -33,12 +33,12 @@ def phases():
         axes.add_patch(patch)
         axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8.5, linespacing=1.35)
 
-    def arrow(*points, text="", at=(0, 0), ha="center", va="center"):
+    def arrow(*points, text="", at=(0, 0), ha="center", va="center", family="monospace"):
         for start, end in pairwise(points[:-1]):
             axes.plot(*zip(start, end), color="#222222", lw=1)
         options = {"arrowstyle": "-|>", "color": "#222222", "lw": 1, "shrinkA": 0, "shrinkB": 0}
         axes.annotate("", xy=points[-1], xytext=points[-2], arrowprops=options)
-        axes.text(*at, text, fontsize=7.5, family="monospace", ha=ha, va=va, linespacing=1.3)
+        axes.text(*at, text, fontsize=7.5, family=family, ha=ha, va=va, linespacing=1.3)
 
     # Models on the left, phases that make numbers in the middle, phases that move weights on the right.
     models = "#fdf3dc"
@@ -54,7 +54,7 @@ def phases():
     box(84, 10, 15, 8, "7 critic update\n(squared error)", "#e3f2e1")
 
     arrow((16, 52), (28, 52))
-    arrow((10, 48), (10, 42), (30, 42), (30, 37), text="actor as it\nsampled", at=(20, 44.3))
+    arrow((10, 48), (10, 42), (30, 42), (30, 37), text="actor as it\nsampled", at=(20, 44.3), family=None)
     arrow((16, 33), (28, 33))
     arrow((16, 14), (28, 14))
     arrow((46, 52), (63, 52), text="responses", at=(55, 53.5))
@@ -67,8 +67,10 @@ def phases():
     axes.text(80.5, 40, "advantages,\nold_logprobs", fontsize=7.5, family="monospace", ha="left", va="center")
     arrow((76, 29), (76, 14), (84, 14), text="returns,\nvalues", at=(77, 18.5), ha="left")
     back = "new weights: the {} the next batch"
-    arrow((91.5, 37), (91.5, 59), (8.5, 59), (8.5, 56), text=back.format("actor that samples"), at=(50, 57.6))
-    arrow((91.5, 10), (91.5, 4), (8.5, 4), (8.5, 10), text=back.format("critic that judges"), at=(50, 5.4))
+    arrow(
+        (91.5, 37), (91.5, 59), (8.5, 59), (8.5, 56), text=back.format("actor that samples"), at=(50, 57.6), family=None
+    )
+    arrow((91.5, 10), (91.5, 4), (8.5, 4), (8.5, 10), text=back.format("critic that judges"), at=(50, 5.4), family=None)
     axes.text(22, 22.5, "no gradients, weights stand still", fontsize=8, style="italic", ha="center")
     axes.text(91.5, 23.2, "weights move,\nnumbers stand still", fontsize=8, style="italic", ha="center", va="center")
     save(figure, "phases")

@@ -30,7 +30,7 @@ def push(estimator, p, n):
 def difficulty():
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     grid = [0.005 * i for i in range(1, 200)]
-    left.plot(grid, [(p * (1 - p)) ** -0.5 for p in grid], "k-", label="group of any size, 1/std of the policy")
+    left.plot(grid, [(p * (1 - p)) ** -0.5 for p in grid], "k-", label="1/std of the policy: n without end")
     for n, style in ((64, "-."), (16, "--"), (8, "-"), (4, ":")):
         left.plot(grid, [push("grpo", p, n) for p in grid], style, label=f"grpo, n = {n}")
     left.plot(grid, [push("rloo", p, 8) for p in grid], color="0.5", linewidth=3, alpha=0.6, label="rloo, any n")

@@ -98,7 +98,7 @@ def adam(shape, lora_rank=0, critic=True):
 
 
 def ddp_buckets(shape, lora_rank=0, critic=True):
-    """DDP's flat copies of the gradients, which it exchanges and keeps: with two processes and more."""
+    """DDP's flat buckets, through which gradients are exchanged and which it keeps: with two processes and more."""
     return adam(shape, lora_rank, critic) // 2
 
 
@@ -173,9 +173,9 @@ def gathered_policy(shape, bf16=True):
     return (2 if bf16 else 4) * count(shape)
 
 
-def kv_cache(shape, rows, length, bf16=False, sharded=False):
-    """Keys and values of `rows` rows. Float32 under autocast too: rotary positions are, and the cache takes that."""
-    return rows * length * shape.layers * 2 * shape.kv_width * (2 if bf16 and sharded else 4)
+def kv_cache(shape, rows, length, bf16=False):
+    """Keys and values of `rows` rows, in the type that attention computes in."""
+    return rows * length * shape.layers * 2 * shape.kv_width * (2 if bf16 else 4)
 
 
 def sampling(shape, rows, bf16=False):
@@ -216,6 +216,8 @@ def budget(
         "ddp buckets": ddp_buckets(shape, lora_rank, critic) if processes > 1 and not sharded else 0,
     }
     grads = gradients(shape, lora_rank, critic) // shards
+    if keep["ddp buckets"] and microbatches == 1:  # they lie in the buckets: only sums over micro-batches do not
+        grads = 0
     autocast = bf16 and not sharded
     copies = autocast_copies(shape, lora_rank, checkpointing) if autocast else 0
     copies_sampling = autocast_copies(shape) if autocast and not lora_rank else 0
@@ -232,7 +234,7 @@ def budget(
         "logits": head,
         "embedding gradient": extra,
         "policy": whole if sharded else 0,
-        "kv cache": kv_cache(shape, rows, length, **kind),
+        "kv cache": kv_cache(shape, rows, length, bf16),
         "sampling": sampling(shape, rows, bf16),
     }
     state = 0 if offload else sum(keep.values())

@@ -1,0 +1,35 @@
+"""PPO with one advantage for a whole response, its score minus one forecast, instead of GAE (note 1.9).
+
+    python benchmarks/learning.py one-advantage-first --script benchmarks/one_advantage.py --seeds 1 2 3
+    python benchmarks/learning.py one-advantage-last --script benchmarks/one_advantage.py --flags="--at last"
+
+--at first takes the value of the prompt, --at last the value before the last token, which has seen the answer. That
+value alone has the score as its target; everything else, flags too, is of ppo_llm.py.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ppo_llm
+
+
+def one_per_response(rewards, values, mask, at):
+    """In place of `gae`: (advantages, returns), (B,T), not whitened, 0 if masked; only one value per row is trained."""
+    total, last = torch.where(mask, rewards, 0).sum(1, keepdim=True), mask.sum(1, keepdim=True) - 1  # (B,1)
+    place = last if at == "last" else torch.zeros_like(last)
+    trained = torch.arange(mask.shape[1], device=mask.device) == place  # (B,T)
+    returns = torch.where(trained, total, values)  # the others are their own target: no gradient
+    return torch.where(mask, total - values.gather(1, place), 0), torch.where(mask, returns, 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--at", choices=["first", "last"], default="first")
+    own, sys.argv[1:] = parser.parse_known_args()
+    ppo_llm.gae = lambda rewards, values, mask, gamma, lam: one_per_response(rewards, values, mask, own.at)
+    with ppo_llm.others_answer():
+        ppo_llm.main(ppo_llm.parse_args(), ppo_llm.stop_on_signals())

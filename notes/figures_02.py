@@ -1,0 +1,78 @@
+"""Figure of note 2: `python notes/figures_02.py` writes notes/figures/lambda.png."""
+
+import sys
+from pathlib import Path
+
+import matplotlib
+import torch
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def one_episode(axes):
+    """Advantages of the 16 tokens of one response with score 1, by lambda; the forecasts are made up."""
+    from ppo_llm import gae
+
+    values = torch.tensor([[0.3] * 6 + [0.8] * 5 + [0.6] * 5])  # a good token 5, a bad token 10
+    rewards = torch.zeros(1, 16)
+    rewards[0, -1] = 1.0
+    axes.step(range(16), values[0], "k-", where="mid", lw=1, label="forecast before the token")
+    looks = {0.0: ("C3", "x", ":"), 0.5: ("C1", "^", ":"), 0.95: ("C0", "o", "-"), 1.0: ("C2", "s", "--")}
+    for lam, (color, marker, line) in looks.items():
+        advantages, _ = gae(rewards, values, torch.ones_like(rewards).bool(), gamma=1.0, lam=lam)
+        label = f"advantage, lambda {lam:g}"
+        axes.plot(range(16), advantages[0], color=color, marker=marker, ls=line, ms=4, lw=1, label=label)
+    axes.axhline(0, color="black", lw=0.6)
+    axes.set(xlabel="token", ylim=(-0.3, 1.35))
+    axes.set_xticks(range(0, 16, 5))
+    axes.legend(fontsize=7.5, loc="upper left", ncols=2, frameon=False)
+    axes.set_title("one response, score 1 after its last token", fontsize=10)
+
+
+def first_token(lams, knows=0.5, num_tokens=8, episodes=10_000, seed=0):
+    """Mean and standard deviation, by lambda, of the first token's advantage where its true advantage is 1.
+
+    Each token adds 1 or -1 at random to a score that is paid at the end. So the value is the sum up to now, and the
+    critic forecasts `knows` times that. The first token adds 1.
+    """
+    from ppo_llm import gae
+
+    steps = torch.randint(2, (episodes, num_tokens), generator=torch.Generator().manual_seed(seed)).double() * 2 - 1
+    steps = torch.cat([steps, -steps])  # so that luck is 0 on average
+    steps[:, 0] = 1
+    values = knows * (steps.cumsum(1) - steps)
+    rewards = torch.zeros_like(steps)
+    rewards[:, -1] = steps.sum(1)
+    found = [gae(rewards, values, torch.ones_like(rewards).bool(), 1.0, lam)[0][:, 0] for lam in lams]
+    return torch.stack([x.mean() for x in found]), torch.stack([x.std() for x in found])
+
+
+def bias_and_noise(axes):
+    lams = [i / 40 for i in range(41)]
+    mean, std = first_token(lams)
+    bias = (mean - 1).abs()
+    axes.plot(lams, bias, "k-", lw=1.6, label="bias")
+    for n, line, dots, color in ((10, "--", ":", "C0"), (100, "-.", (0, (1, 4)), "C1")):
+        error = (bias.square() + std.square() / n).sqrt()
+        best = int(error.argmin())
+        axes.plot(lams, std / n**0.5, color=color, ls=dots, lw=1.4, label=f"noise of the mean of {n} responses")
+        axes.plot(lams, error, color=color, ls=line, lw=1.6, label="bias and noise: root of the sum of squares")
+        axes.plot(lams[best], error[best], color=color, marker="o", ms=6)
+        places = [lams.index(x) for x in (0.0, 0.5, 0.95, 1.0)]
+        print(n, f"best lambda {lams[best]}", *(f"{lams[i]}: bias {bias[i]:.3f} std {std[i]:.2f}" for i in places))
+    axes.set(xlabel="lambda", ylim=(0, 1.2))
+    axes.legend(fontsize=7.5, loc="upper left", frameon=False)
+    axes.set_title("a critic that knows half: error, in true advantages", fontsize=10)
+
+
+if __name__ == "__main__":
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.6))
+    one_episode(left)
+    bias_and_noise(right)
+    figure.tight_layout()
+    (ROOT / "notes" / "figures").mkdir(exist_ok=True)
+    figure.savefig(ROOT / "notes" / "figures" / "lambda.png", dpi=110, facecolor="white", bbox_inches="tight")

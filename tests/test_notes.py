@@ -1,0 +1,227 @@
+"""The notes: their blocks run, their tags, links, names and flags exist, their figures come from their scripts."""
+
+import doctest
+import os
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+from conftest import ROOT, load_script
+from test_project import CEILINGS, check_flags, load_benchmark
+
+NOTES = sorted((ROOT / "notes").glob("[0-9]*.md"))
+PAGES = [*NOTES, ROOT / "notes" / "README.md", ROOT / "README.md"]
+CHAPTERS = range(1, 13)
+
+
+def load_refresh():
+    return runpy.run_path(str(ROOT / "notes" / "refresh.py"))
+
+
+def prose(path):
+    """A page without its fenced blocks."""
+    return re.sub(r"(?ms)^```.*?^```$", "", path.read_text())
+
+
+def sources():
+    """Everything that a name in the notes may be the name of."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("notes/*.py")]
+    return "\n".join(path.read_text() for path in files) + (ROOT / "pyproject.toml").read_text()
+
+
+def test_there_is_a_note_of_each_number():
+    assert [int(path.name[:2]) for path in NOTES] == list(CHAPTERS)
+    for path in NOTES:
+        number, text = int(path.name[:2]), path.read_text()
+        assert text.startswith(f"# {number}. ")
+        sections = re.findall(r"(?m)^## (\d+)\.(\d+) ", text)
+        assert sections == [(str(number), str(k)) for k in range(1, len(sections) + 1)] and len(sections) >= 4
+        outside = re.sub(r"(?m)^(\||!|\*In the code:).*$", "", text)  # tables, figures and lists of links may be longer
+        assert max(map(len, outside.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("path", NOTES, ids=lambda path: path.stem)
+def test_blocks_of_the_notes_run_and_print_what_is_shown(path):
+    assert doctest.DocTestParser().get_examples(path.read_text()) or path.stem.startswith("11")  # that one has results
+    command = [sys.executable, "-m", "doctest", "-o", "NORMALIZE_WHITESPACE", f"notes/{path.name}"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def test_blocks_that_are_sessions_are_all_run():
+    """doctest takes a line for an example by its >>>, whatever the fence says: no other block may look like one."""
+    for path in NOTES:
+        for kind, block in re.findall(r"(?ms)^```(\w*)\n(.*?)^```$", path.read_text()):
+            assert (">>>" in block) == (kind == "pycon"), f"{path.name}: {block[:60]}"
+            assert kind != "pycon" or block.endswith("\n\n"), f"{path.name}: no empty line after {block[-60:]!r}"
+            assert "+SKIP" not in block
+
+
+def test_tags_lead_to_sections_and_back():
+    refresh = load_refresh()
+    tags, titles = refresh["by_tag"](), refresh["titles"]()
+    assert tags.keys() <= titles.keys()
+    assert len(tags) >= 60 and {tag.split(".")[0] for tag in tags} >= {str(k) for k in range(1, 9)}
+    for script in CEILINGS:  # nothing else looks like a tag, and no tag has lost its brackets
+        text = (ROOT / f"{script}.py").read_text()
+        assert len(re.findall(r"#.*\[\d+\.\d+\]", text)) == len(refresh["places"](script))
+    for path in NOTES:  # every place that a note gives is that of a tag of that section, and the line is still there
+        for number, _, places in refresh["SECTION"].findall(path.read_text()):
+            shown = {(s, int(line)) for s, line in re.findall(r"\.\./(\w+)\.py#L(\d+)", places)}
+            assert shown == {(s, line) for s, spots in tags.get(number, {}).items() for line, _ in spots}
+
+
+def test_what_is_generated_from_the_scripts_is_up_to_date():
+    """Otherwise: python notes/refresh.py"""
+    if "GNU" not in subprocess.getoutput("diff --version"):
+        pytest.skip("needs GNU diff")
+    contents = load_refresh()["contents"]()
+    assert len(contents) >= 2 + len(NOTES)
+    assert [path.name for path, text in contents.items() if path.read_text() != text] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path):
+    anchor = load_refresh()["anchor"]
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if link.startswith("http"):
+            continue
+        file, _, place = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), link
+        if place and target.suffix == ".md":
+            assert place in {anchor(title) for title in re.findall(r"(?m)^#+ (.*)$", prose(target))}, link
+        if place and target.suffix == ".py":
+            assert 0 < int(place[1:]) <= target.read_text().count("\n"), link
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_names_in_the_notes_exist(path):
+    """Flags, functions, metrics and files, wherever they stand in backticks."""
+    known = {f"--{f.name.replace('_', '-')}" for script in CEILINGS for f in fields(load_script(script).Args)}
+    known |= {flag.replace("--", "--no-") for flag in known}
+    text, everything = prose(path), sources()
+    words = set(re.findall(r"\w+", everything))
+    spans = [(span, "verl" in part) for part in text.split("\n\n") for span in re.findall(r"`([^`\n]+)`", part)]
+    for span, theirs in spans:  # where verl is spoken of, names may be verl's
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]*", span):
+            assert flag in known | OTHERS or f'"{flag}"' in everything, f"`{span}`"
+        if re.fullmatch(r"[a-z]+/\w+", span):  # a metric, or a folder
+            assert span in everything or (ROOT / span).exists() or span.split("/")[0] in RUN_FOLDER, f"`{span}`"
+        elif re.fullmatch(r"[a-zA-Z]\w*_\w+(\(\))?", span):  # a name
+            assert theirs or {span.removesuffix("()")} <= words | OTHERS, f"`{span}`"
+        elif re.fullmatch(r"[\w/-]+\.(py|md|diff|json|jsonl|csv|png)", span):
+            inside = theirs or span.split("/")[0] in RUN_FOLDER
+            assert inside or span in everything or any(ROOT.glob(f"**/{span}")), f"`{span}`"
+
+
+RUN_FOLDER = "runs", "completions", "checkpoints", "final", "best", "debug"
+# Of launchers and of other projects.
+OTHERS = {"--multi_gpu", "--num_processes", "--mixed_precision", "--compile", "trust_remote_code"}
+
+
+def test_commands_of_the_notes_are_legal():
+    found = 0
+    for path in NOTES:
+        for block in re.findall(r"(?ms)^```bash\n(.*?)^```$", path.read_text()):
+            for line in block.replace("\\\n", " ").replace("--help", "").replace(")", "").splitlines():
+                match = re.search(r"\b(\w+_llm\w*)\.py(?: ([^#&|]*))?", line)
+                processes = int(re.search(r"num_processes (\d+)|$", line)[1] or 1)
+                if "learning.py" in line:
+                    script = re.search(r"--script (\w+_llm\w*)\.py", line)
+                    script = script[1] if script else "ppo_llm"
+                    if "one_advantage" not in line:
+                        check_flags(script, re.search(r'--flags="([^"]*)"|$', line)[1] or "")
+                elif match and ("python " in line or "accelerate" in line):
+                    check_flags(match[1], (match[2] or "").replace("...", ""), processes)
+                else:
+                    continue
+                found += 1
+    assert found >= 20
+
+
+def test_commands_of_the_symptoms_are_those_that_were_run():
+    text, symptoms = (ROOT / "notes" / "09-debugging.md").read_text(), load_benchmark("symptoms")
+    text = re.sub(r" \\\n +", " ", text)
+    for name, command in symptoms.SYMPTOMS.items():
+        assert f"python {command}\n" in text, name
+        assert (symptoms.RESULTS / f"{name}.csv").is_file(), name
+
+
+def test_every_metric_of_a_run_is_in_the_debugging_note():
+    text = (ROOT / "notes" / "09-debugging.md").read_text()
+    scripts = "".join((ROOT / f"{script}.py").read_text() for script in CEILINGS)
+    names = set(
+        re.findall(r'"((?:reward|advantage|actor|critic|kl|response|group|rollout|throughput|memory)/\w+)"', scripts)
+    )
+    names |= {"eval/score", "eval/score_sampled", "eval/length_mean", "reward/std", "advantage/std"}
+    assert len(names) >= 35 and [name for name in sorted(names) if f"`{name}`" not in text] == []
+
+
+FIGURES = sorted((ROOT / "notes").glob("figures_*.py"))
+
+
+@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
+def test_figures_are_what_their_scripts_draw(path, monkeypatch, tmp_path):
+    """Drawn again and compared by eye, as it were: fonts may differ by a pixel, curves may not."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from PIL import Image
+
+    drawn, save = [], matplotlib.figure.Figure.savefig
+    monkeypatch.setattr(
+        matplotlib.figure.Figure,
+        "savefig",
+        lambda self, file, **options: drawn.append(file) or save(self, tmp_path / file.name, **options),
+    )
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(path.parent))  # as when it is run
+    runpy.run_path(str(path), run_name="__main__")
+    pyplot.close("all")
+    assert drawn
+    for file in drawn:
+        new, old = (Image.open(folder / file.name).convert("L") for folder in (tmp_path, file.parent))
+        assert max(abs(a / b - 1) for a, b in zip(new.size, old.size)) < 0.02, file.name
+        small = [image.resize((120, 48), Image.Resampling.BOX) for image in (new, old)]
+        differences = [abs(a - b) for a, b in zip(*(image.tobytes() for image in small))]
+        assert sum(differences) / len(differences) < 1.5 and max(differences) < 60, file.name
+        assert (
+            f"figures/{file.name}"
+            in (ROOT / "notes" / f"{path.stem[-2:]}")
+            .with_name(  # and the note shows it
+                next(note.name for note in NOTES if note.name.startswith(path.stem[-2:]))
+            )
+            .read_text()
+        )
+
+
+def test_no_figure_is_left_over():
+    shown = {name for path in NOTES for name in re.findall(r"\]\(figures/(\w+\.png)\)", path.read_text())}
+    assert shown == {path.name for path in (ROOT / "notes" / "figures").iterdir()}
+
+
+def test_parameters_of_the_memory_arithmetic_are_those_of_the_models():
+    """notes/memory.py counts from the shape alone; transformers builds the model, without memory."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    memory = runpy.run_path(str(ROOT / "notes" / "memory.py"))
+    for shape in memory["SHAPES"].values():
+        sizes = dict(
+            vocab_size=shape.vocab,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            tie_word_embeddings=shape.tied,
+        )
+        config = transformers.Qwen2Config(**sizes, num_labels=1)
+        kinds = {False: transformers.Qwen2ForCausalLM, True: transformers.Qwen2ForTokenClassification}
+        with torch.device("meta"):
+            for critic, kind in kinds.items():
+                assert sum(p.numel() for p in kind(config).parameters()) == memory["count"](shape, critic)
