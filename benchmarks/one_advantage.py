@@ -4,7 +4,8 @@
     python benchmarks/learning.py one-advantage-last --script benchmarks/one_advantage.py --flags="--at last"
 
 --at first takes the value of the prompt, --at last the value before the last token, which has seen the answer. That
-value alone has the score as its target; everything else, flags too, is of ppo_llm.py.
+value alone has the score as its target, so that critic/explained_variance, over all tokens, says nothing here. Everything else,
+flags too, is of ppo_llm.py.
 """
 
 import argparse

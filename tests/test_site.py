@@ -72,7 +72,7 @@ def site(tmp_path_factory):
 @pytest.fixture(scope="module")
 def browser(site):
     """open_page(name, size) of a headless Chromium. A page's errors and whatever it wants from the network fail."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install -e '.[browser]'")
     names = "chromium", "chromium-browser", "google-chrome", "chrome"
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     with sync_api.sync_playwright() as playwright:
