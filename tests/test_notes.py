@@ -132,7 +132,7 @@ def test_commands_of_the_notes_are_legal():
     for path in NOTES:
         for block in re.findall(r"(?ms)^```bash\n(.*?)^```$", path.read_text()):
             for line in block.replace("\\\n", " ").replace("--help", "").replace(")", "").splitlines():
-                match = re.search(r"\b(\w+_llm\w*)\.py(?: ([^#&|]*))?", line)
+                match = re.search(r"\b(\w+_llm\w*)\.py(?: (.*?))?(?: (?:#|&&|\|) .*)?$", line)
                 processes = int(re.search(r"num_processes (\d+)|$", line)[1] or 1)
                 if "learning.py" in line:
                     script = re.search(r"--script (\w+_llm\w*)\.py", line)
