@@ -4,8 +4,8 @@
     python benchmarks/learning.py one-advantage-last --script benchmarks/one_advantage.py --flags="--at last"
 
 --at first takes the value of the prompt, --at last the value before the last token, which has seen the answer. That
-value alone has the score as its target, so that critic/explained_variance, over all tokens, says nothing here. Everything else,
-flags too, is of ppo_llm.py.
+value alone has the score, less the KL penalties, as its target, so that critic/explained_variance, over all tokens,
+says nothing here. Everything else, flags too, is of ppo_llm.py.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def one_per_response(rewards, values, mask, at):
     total, last = torch.where(mask, rewards, 0).sum(1, keepdim=True), mask.sum(1, keepdim=True) - 1  # (B,1)
     place = last if at == "last" else torch.zeros_like(last)
     trained = torch.arange(mask.shape[1], device=mask.device) == place  # (B,T)
-    returns = torch.where(trained, total, values)  # the others are their own target: no gradient
+    returns = torch.where(trained, total, values)  # the others are to stay as they were
     return torch.where(mask, total - values.gather(1, place), 0), torch.where(mask, returns, 0)
 
 
