@@ -19,6 +19,7 @@ Launch (the default model and data lie in benchmarks/tiny/):
   python ppo_llm.py --help
 
 Shapes in comments: N prompts and B = N*group_size responses on this process, P prompt tokens, T response tokens.
+A comment that begins with [2.3] is explained in notes/, section 2.3.
 """
 
 import copy

@@ -22,6 +22,7 @@ Launch (the default model and data lie in benchmarks/tiny/; README.md has the li
   python ppo_llm_fsdp.py --help
 
 Shapes in comments: N prompts and B = N*group_size responses on this process, P prompt tokens, T response tokens.
+A comment that begins with [2.3] is explained in notes/, section 2.3.
 """
 
 import fcntl

@@ -157,7 +157,15 @@ def readme():
 def test_flags_in_the_readme_exist():
     shown = {flag.replace("-", "_") for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)(?![\w-])", readme())}
     known = {field.name for script in CEILINGS for field in fields(load_script(script).Args)}
-    assert shown <= known | {"labels", "output", "metrics", "seeds", "flags", "script"}  # and of the benchmark scripts
+    assert shown <= known | {
+        "labels",
+        "output",
+        "metrics",
+        "seeds",
+        "flags",
+        "script",
+        "local_dir",
+    }  # and of the benchmark scripts
 
 
 def check_flags(script, flags, num_processes=2):
