@@ -165,6 +165,15 @@ def test_every_metric_of_a_run_is_in_the_debugging_note():
     assert len(names) >= 35 and [name for name in sorted(names) if f"`{name}`" not in text] == []
 
 
+@pytest.mark.parametrize("path", NOTES, ids=lambda path: path.stem)
+def test_formulas_survive_github(path):
+    """Markdown reads them first: \\, would become a comma, }_ may begin an emphasis, ]( is a link."""
+    text = re.sub(r"`[^`\n]*`", "", prose(path))
+    for match in re.finditer(r"(?s)\$\$.+?\$\$|(?<!\\)\$[^$\s](?:[^$]*?[^$\s])??\$", text):
+        assert not re.search(r"[^A-Za-z0-9]_|\*|<[A-Za-z]|\]\(|\\[^A-Za-z\s]", match[0]), match[0]
+        assert not re.match(r"[\w-]", text[match.start() - 1]) and not re.match(r"\w", text[match.end()]), match[0]
+
+
 FIGURES = sorted((ROOT / "notes").glob("figures_*.py"))
 
 
