@@ -1058,7 +1058,8 @@ def generate(model, queries, query_mask, uniforms, eos_ids, pad_id, temperature=
         num_alive = int(alive.sum())
         if num_alive == 0 or t == max_new_tokens - 1:
             break
-        if num_alive <= 0.9 * len(rows):  # [6.11] finished rows leave; each at once: the cache copied every step
+        # [6.11] Finished rows leave, many at a time: dropping each at once would copy the cache in every step.
+        if num_alive <= 0.9 * len(rows):
             kept = alive.nonzero().squeeze(1)
             cache.batch_select_indices(kept)
             rows, alive, tokens, mask = rows[kept], alive[kept], tokens[kept], mask[kept]
