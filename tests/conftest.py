@@ -1,13 +1,19 @@
-"""Shared pieces: the scripts as modules, tiny random models and data in temporary folders, real data by LLM_RL_DATA."""
+"""Shared pieces: the script as a module, tiny random models and data in temporary folders, launches of two processes.
+
+`pytest tests/test_math.py --script my_ppo.py` runs the tests on a copy of the script.
+"""
 
 import importlib.util
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # oversubscribed threads spin and run ten times slower
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests with and without GPUs
 
 import pytest
 import torch
@@ -16,54 +22,37 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
-torch.set_num_threads(1)
+TINY = ROOT / "benchmarks" / "tiny"
 CHARS = list("abcdefghijklmnopqrstuvwxyz0123456789 #.,?\n-$")
+torch.set_num_threads(1)
 
 
-def load_script(name):
-    """A script of the repository root as a module; importing it must have no side effects."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
-CRITIC_FLAGS = {"critic_model", "critic_lr", "critic_warmup_iterations", "value_clip"}
-CRITIC_FLAGS |= {"gamma", "lam", "whiten_advantages"}
-
-
-# Of a module's scope, so that the tests of one file stay together. Tests of a costly fixture that depends on it (two
-# ranks, a launch) must not parametrise it themselves: pytest would make that fixture anew for every test.
-@pytest.fixture(scope="module", params=SCRIPTS)
-def algo(request):
-    """Each script in turn, as a module. `only_ppo` and `only_grpo` keep a test that uses it to some of them."""
-    return load_script(request.param)
-
-
-only_ppo = pytest.mark.parametrize("algo", ["ppo_llm", "ppo_llm_fsdp"], indirect=True)
-only_grpo = pytest.mark.parametrize("algo", ["grpo_llm"], indirect=True)
+def pytest_addoption(parser):
+    parser.addoption("--script", default=str(ROOT / "ppo_llm.py"), help="the script to test: a copy of ppo_llm.py")
 
 
 @pytest.fixture(scope="session")
-def ppo():
-    return load_script("ppo_llm")
+def script(request):
+    """Path of the script under test."""
+    return Path(request.config.getoption("--script")).resolve()
 
 
-def has_critic(algo):
-    return hasattr(algo, "Critic")
-
-
-def make_args(algo, **flags):
-    """Args of a script; flags of the critic are left out where there is none."""
-    return algo.Args(**{k: v for k, v in flags.items() if has_critic(algo) or k not in CRITIC_FLAGS})
+@pytest.fixture(scope="session")
+def algo(script):
+    """The script under test as a module; importing it must have no side effects."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    sys.modules[script.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(autouse=True)
-def fresh_accelerator():
-    """`main` may run many times in one process, with other precisions."""
+def as_it_was():
+    """`main` may run many times in one process, with other precisions; it leaves its signal handlers behind."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     AcceleratorState._reset_state(True)
 
 
@@ -89,12 +78,8 @@ def make_tokenizer(pad="<pad>", eos="<eos>"):
 def make_model(folder, arch="llama", seed=0, pad="<pad>", dropout=0.0, auto_class=AutoModelForCausalLM, **config):
     """A random two-layer model with its tokenizer in `folder`, sharp enough that its tokens differ in probability."""
     tokenizer = make_tokenizer(pad)
-    ids = {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": 1,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-    }
+    pad_id = tokenizer.pad_token_id
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": pad_id, "bos_token_id": None}
     if arch == "llama":
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2}
@@ -120,6 +105,14 @@ def write_rows(path, rows):
     return str(path)
 
 
+def read_rows(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def read_metrics(run_dir):
+    return read_rows(Path(run_dir) / "metrics.jsonl")
+
+
 def toy_rows(n, start=0):
     return [
         {"question": f"what is {i} + {i % 7}?" + "?" * (i % 5), "answer": f"#### {i + i % 7}"}
@@ -130,7 +123,7 @@ def toy_rows(n, start=0):
 @pytest.fixture(scope="session")
 def toy_data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    write_rows(folder / "test.jsonl", toy_rows(6, 100))
+    write_rows(folder / "test.jsonl", toy_rows(7, 100))  # an odd number: two processes have unequal shares
     return write_rows(folder / "train.jsonl", toy_rows(24))
 
 
@@ -143,57 +136,32 @@ def early(prompts, responses, answers):
 
 @pytest.fixture(scope="session")
 def toy_reward(tmp_path_factory):
-    path = tmp_path_factory.mktemp("reward") / "reward.py"
+    path = tmp_path_factory.mktemp("reward") / "toy_reward.py"
     path.write_text(TOY_REWARD)
     return f"{path}:early"
 
 
-@pytest.fixture
-def toy_args(algo, tiny_model, toy_data, toy_reward, tmp_path):
-    """Arguments of a run of 8 responses that takes about a second; keyword arguments override."""
-    sizes = {"batch_size": 8, "group_size": 1} if has_critic(algo) else {"batch_size": 4, "group_size": 2}
-
-    def make(**changes):
-        base = {"model": tiny_model, "dataset": toy_data, "reward": toy_reward, "output_dir": str(tmp_path / "runs")}
-        base |= sizes | {"minibatch_size": 4, "max_response_length": 10, "total_iterations": 2}
-        return make_args(algo, **base | {"eval_every": 0, "lr": 1e-3} | changes)
-
-    return make
-
-
-def read_metrics(run_dir):
-    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="session")
+def toy_flags(tiny_model, toy_data, toy_reward):
+    """Fields of Args for a run of 8 responses an iteration that takes about a second."""
+    flags = {"model": tiny_model, "dataset": toy_data, "reward": toy_reward, "track": "none", "lr": 1e-3}
+    flags |= {"critic_lr": 1e-3, "batch_size": 8, "minibatch_size": 4, "microbatch_tokens": 128}
+    flags |= {"max_response_length": 10, "total_iterations": 2, "eval_every": 0, "eval_rows": 0, "save_every": 0}
+    return flags
 
 
 @pytest.fixture
-def toy_run(algo, toy_args, tmp_path):
-    """Runs `main` with toy_args(**changes): (run folder, its metrics). May be called several times in one test."""
+def toy_run(algo, toy_flags, tmp_path):
+    """Runs `main` with toy_flags | changes: (run folder, its metrics). May be called several times in one test."""
 
     def run(**changes):
         AcceleratorState._reset_state(True)
-        name = f"run{len(list((tmp_path / 'runs').glob('run*')))}"  # default names have a resolution of one second
-        run_dir = algo.main(toy_args(**{"run_name": name} | changes))
+        name = f"run{len(list((tmp_path / 'runs').glob('run*')))}"
+        flags = toy_flags | {"output_dir": str(tmp_path / "runs"), "run_name": name} | changes
+        run_dir = algo.main(algo.Args(**flags))
         return run_dir, read_metrics(run_dir)
 
     return run
-
-
-@pytest.fixture
-def spy(monkeypatch):
-    """spy(owner, "name") -> list that grows by (positional arguments, result) with every call of owner.name."""
-
-    def install(owner, name):
-        real, calls = getattr(owner, name), []
-
-        def wrapper(*args, **kwargs):
-            result = real(*args, **kwargs)
-            calls.append((args, result))
-            return result
-
-        monkeypatch.setattr(owner, name, wrapper)
-        return calls
-
-    return install
 
 
 def untimed(metrics):
@@ -201,5 +169,33 @@ def untimed(metrics):
     return [{k: v for k, v in m.items() if not k.startswith(("time/", "throughput/", "memory/"))} for m in metrics]
 
 
-def read_rows(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+def as_flags(fields):
+    """Fields of Args as words of the command line."""
+    words = []
+    for name, value in fields.items():
+        flag = name.replace("_", "-")
+        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return words
+
+
+def start(script, fields, processes=2, launcher=("accelerate", "launch"), **options):
+    """A launch as the README has it, output in one pipe: the Popen object."""
+    program = str(Path(sys.executable).with_name(launcher[0]))
+    command = [program, *launcher[1:], "--num_processes", str(processes), "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command += ["--multi_gpu"] if processes > 1 else []
+    command += [str(script), *as_flags(fields)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | options.pop("env", {})
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    return subprocess.Popen(command, env=env, **pipes | options)
+
+
+def launch(script, fields, processes=2, timeout=180, **options):
+    """Runs a launch to its end: (exit code, console)."""
+    process = start(script, fields, processes, **options)
+    try:
+        console, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, console

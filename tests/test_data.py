@@ -1,12 +1,13 @@
-"""Datasets in every format people have, chat templates, overlong prompts, evaluation only, awkward numbers."""
+"""Prompts from every format people have, chat templates, lengths, test data, awkward numbers, and what is refused."""
 
 import json
 
 import datasets
 import pytest
-from conftest import has_critic, make_args, make_model, make_tokenizer, read_metrics, read_rows, toy_rows, write_rows
+from conftest import make_tokenizer, read_metrics, read_rows, toy_rows, write_rows
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[:1] }}#{{ m.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}a#{% endif %}"
@@ -26,114 +27,146 @@ def tokenizer_with_bos(template=TEMPLATE):
     return tokenizer
 
 
-def load(algo, path, tokenizer=None, split="train", **flags):
-    return algo.load_prompts(str(path), split, make_args(algo, **flags), tokenizer or make_tokenizer())
+def load(algo, source, tokenizer=None, split="train", **flags):
+    args = algo.Args(model="none", **flags)
+    return algo.load_prompts(str(source), split, args, tokenizer or make_tokenizer())
 
+
+# --- formats ---------------------------------------------------------------------------------------------------------
 
 VERL = {"data_source": "x", "ability": "math", "extra_info": {"split": "train", "index": 0}}
-FORMATS = {  # name: (row, flags, kind, prompt, answer, messages)
-    "GSM8K raw": (
-        {"question": "1+1?", "answer": "so #### 2"},
-        {},
-        "GSM8K raw, text",
-        "1+1?",
-        "so #### 2",
-        chat("1+1?"),
-    ),
+FORMATS = {  # name: (row, flags, prompt, answer, messages)
+    "GSM8K raw": ({"question": "1+1?", "answer": "so #### 2"}, {}, "1+1?", "so #### 2", chat("1+1?")),
     "verl": (
         VERL | {"prompt": chat("1+1?"), "reward_model": {"style": "rule", "ground_truth": "2"}},
-        {"chat_template": "none"},
-        "verl, chat",
+        {},
         "1+1?",
         "2",
         chat("1+1?"),
     ),
-    "text": ({"prompt": "1+1?", "solution": "2"}, {}, "TRL, text", "1+1?", "2", chat("1+1?")),
-    "text alone": ({"prompt": "one"}, {"reward": "r.py:f"}, "TRL, text", "one", None, chat("one")),
-    "chat": (
+    "TRL text": ({"prompt": "1+1?", "solution": "2"}, {}, "1+1?", "2", chat("1+1?")),
+    "TRL chat": (
         {"prompt": chat("hi", "yes?", "1+1?"), "answer": 2},
-        {"chat_template": "none"},
-        "TRL, chat",
+        {},
         "hi\nyes?\n1+1?",
         2,
         chat("hi", "yes?", "1+1?"),
     ),
-    "pairs": (
-        {"chosen": chat("hi", "yes?", "1+1?", "two"), "rejected": chat("hi", "yes?", "1+1?", "no")},
-        {"reward": "r.py:f", "chat_template": "none"},
-        "preference pairs, chat",
-        "hi\nyes?\n1+1?",
-        None,
-        chat("hi", "yes?", "1+1?"),
-    ),
-    "pairs with a prompt": (
-        {"prompt": "1+1?", "chosen": chat("1+1?", "two"), "rejected": chat("1+1?", "no")},
-        {"reward": "r.py:f"},
-        "TRL, text",
-        "1+1?",
-        None,
-        chat("1+1?"),
-    ),
-    "own columns": (
-        {"prompt": "no", "ask": "1+1?", "gold": 2},
+    "no answers": ({"prompt": "one"}, {"reward": "r.py:f"}, "one", None, chat("one")),
+    "question before prompt": ({"prompt": "no", "question": "1+1?", "answer": "2"}, {}, "1+1?", "2", chat("1+1?")),
+    "named columns": (
+        {"question": "no", "answer": "no", "ask": "1+1?", "gold": 2},
         {"prompt_column": "ask", "answer_column": "gold"},
-        "ask, text",
         "1+1?",
         2,
         chat("1+1?"),
     ),
 }
+ENDINGS = "jsonl", "json", "parquet", "csv", "folder", "folder of splits"
+CASES = [(name, "jsonl") for name in FORMATS]
+CASES += [
+    (name, ending) for name in ("GSM8K raw", "verl") for ending in ENDINGS[1:] if (name, ending) != ("verl", "csv")
+]
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "json", "folder", "folder of splits"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_formats_are_recognised_from_the_columns(algo, tmp_path, name, ending):
-    row, flags, kind, prompt, answer, messages = FORMATS[name]
-    path, table = tmp_path / f"train.{ending}", datasets.Dataset.from_list([row, row])
+def save(folder, row, ending):
+    """Two rows of training data; path."""
+    path, table = folder / f"train.{ending}", datasets.Dataset.from_list([row, row])
     if ending.startswith("folder"):
-        path = tmp_path / "saved"
-        other = datasets.Dataset.from_list([row])
-        (table if ending == "folder" else datasets.DatasetDict(train=table, test=other)).save_to_disk(path)
-    elif ending == "parquet":
-        table.to_parquet(path)
+        path = folder / "saved"
+        test = datasets.Dataset.from_list([row])
+        (table if ending == "folder" else datasets.DatasetDict(train=table, test=test)).save_to_disk(path)
     elif ending == "json":
         path.write_text(json.dumps([row, row]))
-    else:
+    elif ending == "jsonl":
         write_rows(path, [row, row])
+    else:
+        getattr(table, f"to_{ending}")(path)
+    return path
+
+
+@pytest.mark.parametrize("name, ending", CASES)
+def test_formats_are_recognised_from_the_columns(algo, tmp_path, name, ending):
+    row, flags, prompt, answer, messages = FORMATS[name]
+    path = save(tmp_path, row, ending)
     rows, summary = load(algo, path, **flags)
-    assert summary == f"{path} ({kind}): 2 rows, 0 too long left out"
+    assert summary == f"{path} (text): 2 rows, 0 left out" and len(rows) == 2
     for found in rows:
-        assert (found["prompt"], found["answer"], found["columns"]["messages"]) == (prompt, answer, messages)
+        assert (found["prompt"], found["answer"]) == (prompt, answer)
+        assert found["columns"] == row | {"messages": messages}
         assert found["input_ids"] == make_tokenizer()(prompt)["input_ids"]
-    if ending == "folder of splits":
-        assert algo.default_eval_source(str(path)) == str(path)
-        assert len(load(algo, path, split="test", **flags)[0]) == len(load(algo, f"{path}::test", **flags)[0]) == 1
-        with pytest.raises(algo.UserError, match=r"saved::other: it has the splits \['train', 'test'\]"):
-            load(algo, f"{path}::other", **flags)
+
+
+def test_a_saved_folder_of_splits_is_read_by_split(algo, tmp_path):
+    path = str(save(tmp_path, FORMATS["GSM8K raw"][0], "folder of splits"))
+    assert [len(load(algo, path, split=split)[0]) for split in ("train", "test")] == [2, 1]
+    assert load(algo, path, split="validation") == ([], "none")
+    assert load(algo, "", split="test") == ([], "none")  # no test data at all
+
+
+@pytest.mark.parametrize("source, asked", [("a/b", ("a/b",)), ("a/b:main", ("a/b", "main"))])
+def test_hub_ids_with_and_without_configuration(algo, monkeypatch, source, asked):
+    calls = []
+
+    def load_dataset(*args, **kwargs):
+        calls.append((args, kwargs))
+        tables = {s: datasets.Dataset.from_list([{"question": f"{s}?", "answer": "#### 1"}]) for s in ("train", "test")}
+        return datasets.DatasetDict(tables)
+
+    monkeypatch.setattr(algo.datasets, "load_dataset", load_dataset)
+    assert algo.default_eval_source(source) == source
+    for split in ("train", "test"):
+        rows, summary = load(algo, source, split=split)
+        assert [row["prompt"] for row in rows] == [f"{split}?"] and summary.startswith(f"{source} (text): 1 rows")
+    assert calls == [(asked, {})] * 2
+
+
+# --- test data -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "source, name, config, split, eval_source",
+    "name, files, found",
     [
-        ("openai/gsm8k", "openai/gsm8k", None, "train", "openai/gsm8k"),
-        ("openai/gsm8k:main", "openai/gsm8k", "main", "train", "openai/gsm8k:main"),
-        ("openai/gsm8k:main:test", "openai/gsm8k", "main", "test", "openai/gsm8k:main"),
-        ("trl-lib/tldr::validation", "trl-lib/tldr", None, "validation", "trl-lib/tldr:"),
+        ("train.jsonl", ["test.jsonl"], "test.jsonl"),
+        ("train.jsonl", [], None),
+        ("my_train_v2.parquet", ["my_test_v2.parquet", "test.parquet"], "my_test_v2.parquet"),
+        ("train.csv", ["test.jsonl"], None),
+        ("questions.jsonl", ["test.jsonl"], None),  # above all not itself
+        ("test.jsonl", ["test.jsonl"], None),
     ],
 )
-def test_hub_ids_with_configuration_and_split(algo, monkeypatch, source, name, config, split, eval_source):
-    asked = []
+def test_the_file_beside_with_test_in_its_name_is_evaluated(algo, tmp_path, name, files, found):
+    folder = tmp_path / "train"  # the folder's name plays no part
+    folder.mkdir()
+    (tmp_path / "test").mkdir()
+    for file in [name, *files]:
+        (folder / file).touch()
+        (tmp_path / "test" / file).touch()
+    assert algo.default_eval_source(str(folder / name)) == (found and str(folder / found))
 
-    def load_dataset(*args, **kwargs):
-        asked.append((args, kwargs))
-        rows = [{"question": f"{s}?", "answer": "#### 1"} for s in ("train", "test", "validation")]
-        return datasets.DatasetDict({row["question"][:-1]: datasets.Dataset.from_list([row]) for row in rows})
 
-    monkeypatch.setattr(algo.datasets, "load_dataset", load_dataset)
-    rows, summary = load(algo, source)
-    assert asked == [((name, config), {})] and rows[0]["prompt"] == f"{split}?" and source in summary
-    assert algo.default_eval_source(source) == eval_source
-    assert load(algo, eval_source, split="test")[0][0]["prompt"] == "test?"
+def test_a_saved_folder_is_evaluated_when_it_has_splits(algo, tmp_path):
+    path = str(save(tmp_path, FORMATS["GSM8K raw"][0], "folder"))
+    assert algo.default_eval_source(path) is None
+    path = str(save(tmp_path / "more", FORMATS["GSM8K raw"][0], "folder of splits"))
+    assert algo.default_eval_source(path) == path
+
+
+def test_evaluation_only_scores_every_row_of_the_test_data(algo, toy_run, tmp_path):
+    path = write_rows(tmp_path / "questions.jsonl", toy_rows(5))
+    run_dir, (metrics,) = toy_run(total_iterations=0, eval_dataset=path, eval_rows=512)
+    rows = read_rows(run_dir / "completions" / "eval_000000.jsonl")
+    assert sorted(row["prompt"] for row in rows) == sorted(row["question"] for row in toy_rows(5))
+    for name in ("score", "score_sampled"):
+        assert metrics[f"eval/{name}"] == pytest.approx(sum(row[name] for row in rows) / 5, abs=1e-6)
+    assert not (run_dir / "final").exists() and not (run_dir / "best").exists()
+
+
+def test_a_file_without_train_in_its_name_is_trained_on_without_evaluation(toy_run, tmp_path, capsys):
+    path = write_rows(tmp_path / "questions.jsonl", toy_rows(8))
+    _, metrics = toy_run(dataset=path, eval_rows=512, total_iterations=1)
+    assert "eval       none; the first 0 are evaluated" in capsys.readouterr().out
+    assert [m["step"] for m in metrics] == [0, 1] and not any("eval/score" in m for m in metrics)
 
 
 # --- chat templates --------------------------------------------------------------------------------------------------
@@ -141,167 +174,256 @@ def test_hub_ids_with_configuration_and_split(algo, monkeypatch, source, name, c
 
 def test_chats_go_through_the_template_with_one_bos_and_a_generation_prompt(algo, tmp_path):
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": chat("hi", "yes?", "1+1?"), "answer": "2"}])
-    rows, summary = load(algo, path, tokenizer_with_bos())
-    assert "(TRL, chat, chat template)" in summary
-    assert rows[0]["prompt"] == "<eos2>u#hi\na#yes?\nu#1+1?\na#"
-    assert rows[0]["input_ids"][0] == 2 and rows[0]["input_ids"].count(2) == 1
-    assert rows[0]["input_ids"][1:] == make_tokenizer()("u#hi\na#yes?\nu#1+1?\na#")["input_ids"]
+    (row,), summary = load(algo, path, tokenizer_with_bos())
+    assert summary == f"{path} (chat): 1 rows, 0 left out"
+    assert row["prompt"] == "<eos2>u#hi\na#yes?\nu#1+1?\na#"
+    assert row["input_ids"] == [2, *make_tokenizer()("u#hi\na#yes?\nu#1+1?\na#")["input_ids"]]
+    assert row["columns"]["messages"] == chat("hi", "yes?", "1+1?")
 
 
-def test_a_text_prompt_becomes_one_user_turn(algo, tmp_path):
+def test_a_text_is_one_user_turn(algo, tmp_path):
     path = write_rows(tmp_path / "train.jsonl", toy_rows(2))
-    rows, summary = load(algo, path, tokenizer_with_bos(), prompt_template="Q: {prompt}\\nA:")
-    assert "(GSM8K raw, text, chat template)" in summary
-    assert rows[1]["prompt"] == "<eos2>u#Q: what is 1 + 1??\nA:\na#" and rows[1]["input_ids"].count(2) == 1
-    assert rows[1]["columns"]["messages"] == chat("Q: what is 1 + 1??\nA:")
-    # Turned off it stays text, and the tokenizer adds the BOS.
-    rows, summary = load(algo, path, tokenizer_with_bos(), chat_template="none")
-    assert rows[0]["prompt"] == "what is 0 + 0?" and rows[0]["input_ids"][0] == 2 == rows[0]["input_ids"][0]
-    assert rows[0]["input_ids"].count(2) == 1 and "(GSM8K raw, text)" in summary
+    rows, _ = load(algo, path, tokenizer_with_bos())
+    assert [row["prompt"] for row in rows] == [f"<eos2>u#{row['question']}\na#" for row in toy_rows(2)]
+    assert [row["input_ids"].count(2) for row in rows] == [1, 1]
+    assert rows[1]["columns"] == toy_rows(2)[1] | {"messages": chat("what is 1 + 1??")}
 
 
-def test_a_chat_without_a_template_is_refused_or_joined(algo, tmp_path):
-    path = write_rows(tmp_path / "train.jsonl", [{"prompt": chat("hi", "yes?", "why"), "answer": "2"}])
-    with pytest.raises(
-        algo.UserError, match=r"train.jsonl row 1: .*no chat template; give --chat-template FILE, or none"
-    ):
-        load(algo, path, tokenizer_with_bos(None))
-    rows, _ = load(algo, path, tokenizer_with_bos(None), chat_template="none", prompt_template="[{prompt}]")
-    assert rows[0]["prompt"] == "[hi\nyes?\nwhy]" and rows[0]["input_ids"].count(2) == 1
+@pytest.mark.parametrize("template, flag", [(TEMPLATE, "none"), (None, None), (None, "none")])
+@pytest.mark.parametrize("prompt, text", [("1+1?", "1+1?"), (chat("hi", "yes?", "why"), "hi\nyes?\nwhy")])
+def test_without_a_template_prompts_stay_text_with_one_bos(algo, tmp_path, template, flag, prompt, text):
+    path = write_rows(tmp_path / "train.jsonl", [{"prompt": prompt, "answer": "2"}])
+    (row,), summary = load(algo, path, tokenizer_with_bos(template), chat_template=flag)
+    assert "(text)" in summary and row["prompt"] == text
+    assert row["input_ids"] == [2, *make_tokenizer()(text)["input_ids"]]
 
 
-def test_a_template_that_refuses_a_chat_names_the_row(algo, tmp_path):
-    tokenizer = tokenizer_with_bos("{{ raise_exception('no system please') }}")
-    path = write_rows(tmp_path / "train.jsonl", [{"prompt": chat("hi"), "answer": "2"}])
-    with pytest.raises(algo.UserError, match=r"train.jsonl row 1: the chat template refuses it .*no system please"):
-        load(algo, path, tokenizer)
-
-
-def test_what_is_saved_keeps_the_chat_template(algo, toy_run, tmp_path):
-    (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    run_dir, _ = toy_run(chat_template=str(tmp_path / "chat.jinja"), total_iterations=1)
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "final")
-    assert tokenizer.apply_chat_template(chat("hi"), tokenize=False, add_generation_prompt=True).endswith("u#hi\na#")
-    assert all(row["query"].endswith("\na#") for row in read_rows(run_dir / "completions" / "step_000001.jsonl"))
-
-
-# --- overlong prompts ------------------------------------------------------------------------------------------------
-
-
-def test_overlong_prompts(algo, tmp_path):
-    texts = ["a" * 5, "b" * 4 + "c" * 6, "d" * 8]
-    path = write_rows(tmp_path / "train.jsonl", [{"prompt": text, "answer": "1"} for text in texts])
-    tokenizer, flags = tokenizer_with_bos(None), {"max_prompt_length": 8}
-    rows, summary = load(algo, path, tokenizer, **flags)
-    assert [row["prompt"] for row in rows] == texts[:1] and summary.endswith(": 1 rows, 2 too long left out")
-    rows, summary = load(algo, path, tokenizer, **flags, overlong_prompts="truncate")
-    assert summary.endswith(": 3 rows, 2 too long truncated")
-    assert [row["prompt"] for row in rows] == [texts[0], "b" + "c" * 6, "d" * 7]  # the end, behind the BOS
-    assert [len(row["input_ids"]) for row in rows] == [6, 8, 8]
-    assert all(row["input_ids"][0] == 2 and row["input_ids"].count(2) == 1 for row in rows)
-    with pytest.raises(algo.UserError, match=r"train.jsonl row 2: 11 tokens, more than --max-prompt-length 8"):
-        load(algo, path, tokenizer, **flags, overlong_prompts="error")
-    rows, _ = load(algo, path, make_tokenizer(), max_prompt_length=7, overlong_prompts="truncate")
-    assert [row["prompt"] for row in rows] == [texts[0], "b" + "c" * 6, "d" * 7]  # without a BOS
-
-
-# --- evaluation only -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
-def test_evaluation_only_scores_every_row_and_writes_the_completions(algo, toy_args, tmp_path, flag):
-    path = write_rows(tmp_path / "questions.jsonl", toy_rows(7))
-    run_dir = algo.main(toy_args(total_iterations=0, **{flag: path}))
-    (metrics,) = read_metrics(run_dir)
-    rows = read_rows(run_dir / "completions" / "eval_000000.jsonl")
-    assert {row["prompt"] for row in rows} == {row["question"] for row in toy_rows(7)} and len(rows) == 7
-    for name in ("score", "score_sampled"):
-        assert metrics[f"eval/{name}"] == pytest.approx(sum(row[name] for row in rows) / 7, abs=1e-6)
-    assert not (run_dir / "final").exists() and not (run_dir / "best").exists()
-
-
-def test_evaluation_only_needs_rows(algo, toy_args, tmp_path):
-    table = datasets.Dataset.from_list(toy_rows(3))
-    datasets.DatasetDict(train=table).save_to_disk(tmp_path / "saved")
-    with pytest.raises(SystemExit, match=r"error: --eval-dataset .*saved has no test split"):
-        algo.main(toy_args(total_iterations=0, dataset=str(tmp_path / "saved")))
-
-
-def test_the_printed_command_scores_what_was_saved(algo, toy_run, capsys, monkeypatch):
-    """As a user would run it; here the flags of the run come from its Args instead of the command line."""
-    monkeypatch.setattr(algo.sys, "argv", [f"{algo.__name__}.py", "--lr", "0.001", "--run-name", "first one"])
-    run_dir, metrics = toy_run()
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  score "))
-    command = f"python {algo.__name__}.py --lr 0.001 --run-name 'first one' --model {run_dir}/final"
-    own = " --shard-group-size None" if algo.__name__ == "ppo_llm_fsdp" else ""
-    assert line == f"  score {command} --total-iterations 0 --resume None --run-name {run_dir.name}-score{own}"
-    _, again = toy_run(model=f"{run_dir}/final", total_iterations=0, run_name="score")
-    for name in ("eval/score", "eval/score_sampled", "eval/length_mean"):
-        assert again[0][name] == metrics[-1][name]
-
-
-# --- a full run ------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_on_chats_with_a_chat_model(algo, toy_args, tmp_path):
-    """verl's parquet, a model with a chat template, a reward that asks for columns and messages."""
-    model, tokenizer = make_model(tmp_path / "model"), tokenizer_with_bos()
-    tokenizer.save_pretrained(model)
-    answers = [{"style": "rule", "ground_truth": str(i)} for i in range(8)]
-    rows = [VERL | {"prompt": chat(f"say {i}"), "reward_model": answer} for i, answer in enumerate(answers)]
+def test_a_run_on_verls_parquet_with_a_template_file(toy_run, tmp_path):
+    """The file's template makes the prompts, stands before a reward that asks for columns, and is saved."""
+    rows = [VERL | {"prompt": chat(f"say {i}"), "reward_model": {"ground_truth": str(i)}} for i in range(8)]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
     datasets.Dataset.from_list(rows[:3]).to_parquet(tmp_path / "test.parquet")
-    (tmp_path / "r.py").write_text(
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    (tmp_path / "reward_on_chats.py").write_text(
         "def f(prompts, responses, answers, messages, data_source, extra_info):\n"
-        "    assert all(p == '<eos2>u#' + m[0]['content'] + '\\na#' for p, m in zip(prompts, messages))\n"
+        "    assert all(p == 'u#' + m[0]['content'] + '\\na#' for p, m in zip(prompts, messages))\n"
         "    assert all(m[0]['content'] == f'say {a}' for m, a in zip(messages, answers))\n"
         "    assert set(data_source) == {'x'} and extra_info[0]['split'] == 'train'\n"
         "    return [float(len(r)) for r in responses]\n"
     )
-    run_dir = algo.main(toy_args(model=model, dataset=str(tmp_path / "train.parquet"), reward=f"{tmp_path}/r.py:f"))
-    assert len(read_metrics(run_dir)) == 3
-    AutoModelForCausalLM.from_pretrained(run_dir / "final")
-    assert (run_dir / "final" / "critic").is_dir() == has_critic(algo)
+    flags = {"dataset": f"{tmp_path}/train.parquet", "reward": f"{tmp_path}/reward_on_chats.py:f", "eval_rows": 512}
+    run_dir, _ = toy_run(chat_template=f"{tmp_path}/chat.jinja", total_iterations=1, **flags)
+    completions = read_rows(run_dir / "completions" / "eval_000001.jsonl")
+    assert sorted(row["prompt"] for row in completions) == [f"u#say {i}\na#" for i in range(3)]
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "final")
+    assert tokenizer.apply_chat_template(chat("hi"), tokenize=False, add_generation_prompt=True) == "u#hi\na#"
+
+
+# --- lengths and order -----------------------------------------------------------------------------------------------
+
+
+def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
+    texts = ["a" * 7, "b" * 8, "", "c" * 30, "d"]
+    path = write_rows(tmp_path / "train.jsonl", [{"prompt": text, "answer": str(i)} for i, text in enumerate(texts)])
+    rows, summary = load(algo, path, max_prompt_length=7)
+    assert summary == f"{path} (text): 2 rows, 3 left out"
+    assert [(row["prompt"], row["answer"]) for row in rows] == [("a" * 7, "0"), ("d", "4")]
+    rows, summary = load(algo, path, tokenizer_with_bos(None), max_prompt_length=7)  # the BOS counts
+    assert [row["prompt"] for row in rows] == ["", "d"] and "3 left out" in summary
+
+
+@pytest.mark.parametrize("n", [1, 7, 8])
+def test_every_epoch_is_a_permutation_of_its_own(algo, n):
+    rows = [{"prompt": i} for i in range(n)]
+    stream = [row["prompt"] for row in algo.draw_prompts(rows, 0, 6 * n, seed=1)]
+    epochs = [tuple(stream[i : i + n]) for i in range(0, 6 * n, n)]
+    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
+    assert n == 1 or len(set(epochs)) > 1
+    others = {tuple(row["prompt"] for row in algo.draw_prompts(rows, 0, n, seed)) for seed in range(6)}
+    assert n == 1 or len(others) > 1
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 10, 23])
+def test_the_stream_of_prompts_does_not_depend_on_how_it_is_cut(algo, size):
+    rows = list(range(7))
+    stream = algo.draw_prompts(rows, 0, 70, seed=3)
+    cut = [row for start in range(0, 70, size) for row in algo.draw_prompts(rows, start, size, seed=3)]
+    assert cut[:70] == stream and len(stream) == 70
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
-AWKWARD = [  # response, gold, what a person would say
-    ("#### 18", "18", 1),
-    ("#### -5", "-5", 1),
-    ("#### 5", "-5", 0),
-    ("#### +5", "5", 1),
-    ("#### - 5", "-5", 1),
-    ("#### 1,234", "1234", 1),
-    ("#### 1,234,567", "1,234,567", 1),
-    ("#### 1234", "1,234", 1),
-    ("#### $42", "42", 1),
-    ("#### -$42", "-42", 1),
-    ("#### $-42", "-42", 1),
-    ("#### €3.50", "3.5", 1),
-    ("#### £7", "7", 1),
-    ("#### 42 dollars", "42", 1),
-    ("#### 42%", "42", 1),
-    ("#### 42.", "42", 1),
-    ("#### 42.0", "42", 1),
-    ("#### 42.50", "42.5", 1),
-    ("#### .5", "0.5", 1),
-    ("#### 42.1", "42", 0),
-    ("#### 7 or rather #### 8", "8", 1),
-    ("#### 7 or rather #### 8", "7", 0),
-    ("7\n####8\n", "8", 1),
-    ("The answer is 8", "8", 0),
-    ("####", "0", 0),
-    ("#### eight", "8", 0),
-    ("", "8", 0),
-    ("#### 8 #### ", "8", 0),
-    ("#### the answer is 8", "8", 0),
-    ("#### 0", "-0", 1),
-    ("####\n12", "so 3 x 4\n#### 12", 1),
-    ("#### 12", 12, 1),
+NUMBERS = [
+    ("#### 18", 18),
+    ("####18", 18),
+    ("####\n12", 12),
+    ("#### -5", -5),
+    ("#### +5", 5),
+    ("#### - 5", -5),
+    ("#### 1,234", 1234),
+    ("#### 1,234,567.", 1234567),
+    ("#### 5.", 5),
+    ("#### 5, or so", 5),
+    ("#### .5", 0.5),
+    ("#### -.5", -0.5),
+    ("#### 42.50", 42.5),
+    ("#### $42", 42),
+    ("#### -$42", -42),
+    ("#### $-1,234.", -1234),
+    ("#### €3.50", 3.5),
+    ("#### £ 7", 7),
+    ("#### 42 dollars", 42),
+    ("#### 42%", 42),
+    ("#### 7 or rather #### 8", 8),
+    ("#### 0", 0),
+    ("", None),
+    ("8", None),
+    ("### 8", None),
+    ("####", None),
+    ("#### eight", None),
+    ("#### the answer is 8", None),
+    ("#### .", None),
+    ("#### -", None),
+    ("#### $", None),
+    ("#### 8 #### ", None),
+    ("#### None", None),
 ]
 
 
-@pytest.mark.parametrize("response, gold, score", AWKWARD)
-def test_awkward_answers_score_as_a_person_would(algo, response, gold, score):
+@pytest.mark.parametrize("text, number", NUMBERS)
+def test_the_number_after_the_last_hashes(algo, text, number):
+    assert algo.gsm8k_number(text) == number
+
+
+@pytest.mark.parametrize(
+    "response, gold, score",
+    [
+        ("#### 5", "-5", 0),
+        ("#### 1234", "1,234", 1),
+        ("#### 42.0", "42", 1),
+        ("#### 42.1", "42", 0),
+        ("3 x 4 #### 12", "so 3 x 4\n#### 12", 1),
+        ("#### 12", 12, 1),
+        ("#### 0", "-0", 1),
+        ("#### 7 or rather #### 8", "7", 0),
+        ("12", "12", 0),
+        ("", "0", 0),
+        ("", "no number", 0),  # two that have none are not equal
+    ],
+)
+def test_gsm8k_compares_numbers(algo, response, gold, score):
     assert algo.gsm8k(["p"], [response], [gold]) == [score]
+    assert algo.gsm8k(["p"] * 3, [response, "#### 3", "#### 4"], [gold, "3", "3"]) == [score, 1, 0]
+
+
+def test_exact_compares_texts_without_the_space_around(algo):
+    responses, answers = ["yes", " yes\n", "Yes", "", "12", "y es"], ["yes", "yes ", "yes", "yes", 12, "yes"]
+    assert algo.exact(["p"] * 6, responses, answers) == [1, 1, 0, 0, 1, 0]
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refused(algo, toy_run, tmp_path, monkeypatch, capsys):
+    """refused(**changes) -> the sentence on stderr of a run that ends before a model is loaded or a folder made."""
+    monkeypatch.setattr(algo, "load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+
+    def run(**changes):
+        with pytest.raises(SystemExit) as end:
+            toy_run(**changes)
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert end.value.code == 1 and line.startswith("error: ") and len(line) < 500
+        assert not (tmp_path / "runs").exists()
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize("changes", [{"prompt_column": "text"}, {"answer_column": "text"}])
+def test_a_column_that_is_missing(refused, toy_data, changes):
+    line = refused(**changes)
+    flags = "--prompt-column and --answer-column can name question, answer"
+    assert line == f"error: {toy_data}: no column text; {flags}"
+
+
+def test_no_column_that_is_known(refused, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": "1"}])
+    line = refused(dataset=path)
+    assert line.startswith(f"error: {path}: no column prompt; ") and line.endswith(" can name text, label")
+
+
+@pytest.mark.parametrize(
+    "reward, answer, shown",
+    [
+        ("gsm8k", "so there are #### many", "'so there are #### many'"),
+        ("gsm8k", None, "None"),
+        ("exact", None, "None"),
+    ],
+)
+def test_a_row_without_the_answer_that_the_reward_needs(refused, tmp_path, reward, answer, shown):
+    rows = [*toy_rows(5), {"question": "how many?", "answer": answer}, *toy_rows(3)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    line = refused(dataset=path, reward=reward)
+    assert line == f"error: {path}, row 6: --reward {reward} needs a reference answer, this is {shown}"
+
+
+@pytest.mark.parametrize("reward", ["gsm8k", "exact"])
+def test_data_without_answers(refused, tmp_path, reward):
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a"}])
+    assert refused(dataset=path, reward=reward).startswith(f"error: {path}, row 1: --reward {reward} needs")
+
+
+def test_test_data_are_looked_at_before_the_run(refused, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
+    assert f"{path}: no column" in refused(eval_dataset=path)
+
+
+def test_no_prompt_within_the_limit(refused, toy_data):
+    assert refused(max_prompt_length=5) == f"error: {toy_data}: no prompt within --max-prompt-length 5"
+
+
+@pytest.mark.parametrize("reward", ["gsm9k", "reward.py", "rewards:f", ""])
+def test_a_reward_that_is_unknown(refused, reward):
+    known = "it should be one of gsm8k, exact or path/to/file.py:function"
+    assert refused(reward=reward) == f"error: --reward {reward}: {known}"
+
+
+# --- real data -------------------------------------------------------------------------------------------------------
+
+
+def word_tokenizer():
+    """One unknown token per word: fast enough for thousands of rows."""
+    words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+@pytest.mark.parametrize("split, size", [("train", 7473), ("test", 1319)])
+def test_gsm8k_raw_and_in_verls_form_are_the_same_rows(algo, data_dir, split, size):
+    """verl appends an instruction to the question; all gold solutions score 1, a neighbour's hardly ever."""
+    tokenizer = word_tokenizer()
+    raw, summary = load(algo, data_dir / "gsm8k" / f"{split}.jsonl", tokenizer)
+    assert len(raw) == size and summary.endswith(f"(text): {size} rows, 0 left out")
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    verl, summary = load(algo, data_dir / "gsm8k_verl" / f"{split}.parquet", tokenizer)
+    assert len(verl) == size and f"(chat): {size} rows, 0 left out" in summary
+    instruction = """ Let's think step by step and output the final answer after "####"."""
+    assert [row["prompt"] for row in verl] == [f"<user>{row['prompt']}{instruction}<assistant>" for row in raw]
+    solutions, answers = [row["answer"] for row in raw], [row["answer"] for row in verl]
+    assert [row["columns"]["extra_info"]["answer"] for row in verl] == solutions
+    assert [algo.gsm8k_number(text) for text in solutions] == [float(answer.replace(",", "")) for answer in answers]
+    for gold in (solutions, answers):
+        assert algo.gsm8k(solutions, solutions, gold) == [1.0] * size
+        assert sum(algo.gsm8k(solutions, solutions[1:] + solutions[:1], gold)) < 0.05 * size
+
+
+def test_a_pretrained_model_on_real_prompts(toy_run, data_dir):
+    """Another tokenizer, with a BOS; named columns; the sampler agrees with the training pass."""
+    stories, model = data_dir / "story_prompts", str(data_dir / "stories260K")
+    flags = {"dataset": f"{stories}/story_train.parquet", "eval_rows": 5, "total_iterations": 1}
+    run_dir, metrics = toy_run(model=model, prompt_column="prompt_text", **flags)
+    assert metrics[1]["kl/mean"] == 0 and metrics[1]["rollout/logprob_diff"] < 1e-5
+    rows = read_rows(run_dir / "completions" / "eval_000000.jsonl")
+    assert len(rows) == 5 and all("<s>" not in row["prompt"] + row["response"] for row in rows)
+    assert read_metrics(run_dir) == metrics

@@ -1,13 +1,23 @@
 """Log-probs, values and sampling against the plainest computation there is: one unpadded prefix at a time."""
 
 import math
+import random
 
 import pytest
 import torch
-from conftest import has_critic, make_model, make_tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, DynamicCache, GenerationConfig
+from conftest import make_model, make_tokenizer
+from torch.nn.functional import pad
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+)
 
-EOS, EOS2, PAD, FIRST_CHAR = 1, 2, 0, 3
+EOS, EOS2, FIRST_CHAR = 1, 2, 3
+VOCAB = len(make_tokenizer())
+# Lengths of prompts and responses: ragged, a response of one token, a prompt of one.
+LENGTHS = (3, 6), (7, 2), (5, 1), (1, 4), (7, 6)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])  # rotary and absolute positions
@@ -17,274 +27,249 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture
 def model(algo, folder):
-    return algo.load_causal_lm(folder)
+    return algo.load_model(folder, AutoModelForCausalLM)
 
 
 @pytest.fixture
-def critic(ppo, folder):
-    """A critic whose head is not zero, or every value would agree with every other."""
-    critic = ppo.Critic(folder)
+def critic(algo, folder):
+    return with_a_head(algo.Critic(folder, 0))
+
+
+def with_a_head(critic):
+    """A new head is zero, and every value would agree with every other."""
     torch.manual_seed(1)
-    for parameter in getattr(critic.model, critic.head_name).parameters():
-        torch.nn.init.normal_(parameter)
+    for p in getattr(critic.model, critic.head_name).parameters():
+        if p.requires_grad:
+            torch.nn.init.normal_(p)
     return critic
 
 
-class Batch:
-    """Rows of (prompt, response) lengths; prompts padded on the left, responses on the right, EOS ends the short ones.
-
-    `inputs` are the first arguments of Policy and Critic; what stands on padding can be chosen."""
-
-    def __init__(self, lengths=((3, 6), (7, 2), (5, 1), (1, 4), (7, 6)), filler=PAD, seed=0):
-        gen = torch.Generator().manual_seed(seed)
-        self.width = max(t for _, t in lengths)
-        width = max(p for p, _ in lengths)
-        self.prompts, self.answers = [], []
-        self.queries = torch.full((len(lengths), width), filler)
-        self.responses = torch.full((len(lengths), self.width), filler)
-        for i, (p, t) in enumerate(lengths):
-            prompt = torch.randint(FIRST_CHAR, len(make_tokenizer()), (p,), generator=gen)
-            answer = torch.randint(FIRST_CHAR, len(make_tokenizer()), (t,), generator=gen)
-            if 0 < t < self.width:
-                answer[-1] = EOS
-            self.queries[i, width - p :], self.responses[i, :t] = prompt, answer
-            self.prompts, self.answers = self.prompts + [prompt.tolist()], self.answers + [answer.tolist()]
-        self.query_mask = torch.arange(width) >= width - torch.tensor([[p] for p, _ in lengths])
-        self.mask = torch.arange(self.width) < torch.tensor([[t] for _, t in lengths])
-        self.tensors = self.queries, self.query_mask, self.responses, self.mask
-        ids, attention = torch.cat([self.queries, self.responses], 1), torch.cat([self.query_mask, self.mask], 1).long()
-        self.inputs = ids, attention, self.width
+def make_rows(algo, lengths=LENGTHS, seed=0):
+    """Rows of data and Responses of these lengths; of the first response, the tokens 2 and 3 are an environment's."""
+    rng, rows, responses = random.Random(seed), [], []
+    for p, n in lengths:
+        prompt, ids = ([rng.randrange(FIRST_CHAR, VOCAB) for _ in range(k)] for k in (p, n))
+        logprobs = [-rng.random() for _ in ids]
+        if not responses and n > 4:
+            logprobs[2:4] = [algo.NOT_SAMPLED] * 2
+        rows.append({"input_ids": prompt})
+        responses.append(algo.Response(ids, logprobs, False))
+    return rows, responses
 
 
-def random_queries(algo, lengths=(3, 7, 5), seed=3):
-    gen = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(FIRST_CHAR, len(make_tokenizer()), (n,), generator=gen).tolist() for n in lengths]
-    return prompts, algo.left_pad(prompts, PAD, "cpu")
+def make_batch(algo, **options):
+    """tokens, mask (B,L)."""
+    return algo.to_batch(*make_rows(algo, **options), "cpu")[:2]
+
+
+def prompts_of(*lengths, seed=3):
+    rng = random.Random(seed)
+    return [[rng.randrange(FIRST_CHAR, VOCAB) for _ in range(n)] for n in lengths]
 
 
 def noise(rows, steps, seed=5):
     return torch.rand(rows, steps, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-# --- Policy and Critic -----------------------------------------------------------------------------------------------
+def sample(algo, model, prompts, uniforms, eos_ids=(EOS,), temperature=1.0, top_p=1.0, top_k=0):
+    return algo.generate(model, prompts, uniforms, list(eos_ids), temperature, top_p, top_k)
+
+
+def as_tuple(output):
+    """What a Policy or a Critic gives: (logprobs, entropy) or (values,)."""
+    return output if isinstance(output, tuple) else (output,)
+
+
+def plain_logits(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+# --- Policy ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_logprobs_equal_bare_prefixes(algo, model, temperature):
-    batch = Batch()
-    with torch.no_grad():
-        logprobs, entropy = algo.Policy(model)(*batch.inputs, temperature)
-        for i, (prompt, answer) in enumerate(zip(batch.prompts, batch.answers)):
-            for t, token in enumerate(answer):
-                expected = (model(torch.tensor([prompt + answer[:t]])).logits[0, -1] / temperature).log_softmax(-1)
-                assert logprobs[i, t] == pytest.approx(expected[token].item(), abs=2e-5)
-                assert entropy[i, t] == pytest.approx(-(expected.exp() * expected).sum().item(), abs=2e-5)
-    assert logprobs.dtype == entropy.dtype == torch.float32
+    tokens, mask = make_batch(algo)
+    logprobs, entropy = algo.Policy(model, temperature)(tokens, mask)
+    for i, t in mask.nonzero().tolist():
+        expected = (plain_logits(model, tokens[i, : t + 1].tolist())[-1] / temperature).log_softmax(-1)
+        assert logprobs[i, t].item() == pytest.approx(expected[tokens[i, t + 1]].item(), abs=2e-5)
+        assert entropy[i, t].item() == pytest.approx(-(expected.exp() * expected).sum().item(), abs=2e-5)
+    assert logprobs.dtype == entropy.dtype == torch.float32 and mask.sum() == 17
+    assert not logprobs[~mask].any() and not entropy[~mask].any()
 
 
-def test_values_equal_bare_prefixes(critic):
-    batch = Batch()
-    critic.model.eval()  # the plain class has a dropout of its own before the head
-    with torch.no_grad():
-        values = critic(*batch.inputs)
-        for i, (prompt, answer) in enumerate(zip(batch.prompts, batch.answers)):
-            for t in range(len(answer)):  # the state before token t: the prompt and t tokens
-                expected = critic.model(torch.tensor([prompt + answer[:t]])).logits[0, -1, 0]
-                assert values[i, t] == pytest.approx(expected.item(), abs=2e-5)
+def test_gradients_equal_those_of_plain_rows(algo, model):
+    """The weighted sum of log-probs, differentiated through Policy and through the whole rows one by one."""
+    tokens, mask = make_batch(algo)
+    weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
+    (algo.Policy(model, 1.0)(tokens, mask)[0] * weights).sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for i in range(len(tokens)):
+        length = mask[i].nonzero().max().item() + 2
+        logprobs = model(tokens[i : i + 1, :length]).logits[0, :-1].log_softmax(-1)
+        logprobs = logprobs.gather(1, tokens[i, 1:length, None])[:, 0]
+        (logprobs * weights[i, : length - 1])[mask[i, : length - 1]].sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_what_stands_on_padding_does_not_matter(algo, model):
-    one, other = Batch(filler=PAD), Batch(filler=FIRST_CHAR + 4)
-    logprobs = [algo.Policy(model)(*batch.inputs, 1.0)[0][one.mask] for batch in (one, other)]
-    assert torch.allclose(*logprobs, atol=1e-6)
-
-
-def test_what_stands_on_padding_does_not_matter_to_values(critic):
-    one, other = Batch(filler=PAD), Batch(filler=FIRST_CHAR + 4)
-    assert torch.allclose(critic(*one.inputs)[one.mask], critic(*other.inputs)[one.mask], atol=1e-6)
-
-
-def test_chunks_change_neither_logprobs_nor_gradients(algo, model):
-    batch, policy, sizes = Batch(), algo.Policy(model, entropy_needs_grad=True).train(), []
-    weight = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0)) * batch.mask
-    model.get_output_embeddings().register_forward_hook(lambda m, i, logits: sizes.append(logits.shape[0]))
+def test_chunks_change_neither_results_nor_gradients(algo, model):
+    tokens, mask = make_batch(algo)
+    policy, sizes = algo.Policy(model, 0.7).train(), []
+    weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
+    model.get_output_embeddings().register_forward_hook(lambda m, i, logits: sizes.append(tuple(logits.shape)))
 
     def run(chunk_elements):
         policy.chunk_elements, sizes[:] = chunk_elements, []
-        logprobs, entropy = policy(*batch.inputs, 0.7)
+        logprobs, entropy = policy(tokens, mask)
+        forward = list(sizes)
         policy.zero_grad()
         (weight * (logprobs + 0.3 * entropy)).sum().backward()
-        return logprobs, entropy, *(p.grad.clone() for p in policy.parameters())
+        return forward, (logprobs, entropy, *(p.grad.clone() for p in policy.parameters()))
 
-    whole, most_tokens = run(2**26), max(sizes)
-    chunked = run(5 * model.config.vocab_size)
-    assert most_tokens == batch.mask.sum() and max(sizes) == 5  # padding has no logits
-    assert all(torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(whole, chunked, strict=True))
+    sizes_whole, whole = run(2**26)
+    sizes_chunked, chunked = run(5 * VOCAB)
+    # Logits exist for the 17 actions alone, at most 5 at a time, and the backward pass makes them once more.
+    assert sizes_whole == [(17, VOCAB)] and sizes_chunked == [(5, VOCAB)] * 3 + [(2, VOCAB)]
+    assert len(sizes) == 8
+    for a, b in zip(whole, chunked, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    sizes_one, one = run(1)  # a vocabulary larger than a chunk
+    assert sizes_one == [(1, VOCAB)] * 17 and all(torch.allclose(a, b, atol=1e-4) for a, b in zip(whole, one[:2]))
 
 
 def test_uniform_model_has_entropy_log_vocabulary(algo, tiny_model):
-    policy, batch = algo.Policy(algo.load_causal_lm(tiny_model)), Batch()
-    torch.nn.init.zeros_(policy.model.get_output_embeddings().weight)
-    logprobs, entropy = policy(*batch.inputs, 0.5)
-    log_v = math.log(policy.model.config.vocab_size)
-    logprobs, entropy = logprobs[batch.mask], entropy[batch.mask]
-    assert torch.allclose(logprobs, torch.tensor(-log_v)) and torch.allclose(entropy, torch.tensor(log_v))
-    assert logprobs.requires_grad and not entropy.requires_grad  # no bonus: nothing of the entropy is kept
+    model = algo.load_model(tiny_model, AutoModelForCausalLM)
+    torch.nn.init.zeros_(model.get_output_embeddings().weight)
+    tokens, mask = make_batch(algo)
+    logprobs, entropy = algo.Policy(model, 0.5)(tokens, mask)
+    torch.testing.assert_close(entropy, math.log(VOCAB) * mask)
+    torch.testing.assert_close(logprobs, -math.log(VOCAB) * mask)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_dropout_of_the_checkpoint_is_off_in_train_mode(algo, tmp_path, arch):
-    folder, batch = make_model(tmp_path, arch, dropout=0.5), Batch()
+def test_padding_changes_nothing(algo, model, critic):
+    """Whatever ids stand behind the rows, and however wide: the same to the last bit, gradients too."""
+    tokens, mask = make_batch(algo)
+    lengths = torch.tensor([p + n for p, n in LENGTHS])
+    is_padding = torch.arange(tokens.shape[1]) >= lengths[:, None]
+    garbage = torch.randint(0, VOCAB, tokens.shape, generator=torch.Generator().manual_seed(0))
+    assert is_padding.any() and (garbage != tokens)[is_padding].any()
+    results = []
+    for x in tokens, torch.where(is_padding, garbage, tokens):
+        model.zero_grad()
+        critic.zero_grad()
+        outputs = *algo.Policy(model, 1.0)(x, mask), critic(x, mask)
+        sum(output.sum() for output in outputs).backward()
+        results.append([*outputs, *(p.grad for m in (model, critic) for p in m.parameters() if p.grad is not None)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    wide = pad(tokens, (0, 5), value=9), pad(mask, (0, 5))
+    for module in algo.Policy(model, 1.0), critic:
+        for a, b in zip(as_tuple(module(tokens, mask)), as_tuple(module(*wide))):
+            assert torch.allclose(a, b[:, :-5], atol=2e-5) and not b[:, -5:].any()
+
+
+def test_rows_without_actions_give_zeros_and_no_gradient(algo, model, critic):
+    tokens, mask = make_batch(algo)
+    for module in algo.Policy(model, 1.0), critic:
+        outputs = as_tuple(module(tokens, torch.zeros_like(mask)))
+        assert not any(x.any() for x in outputs)
+        sum(x.sum() for x in outputs).backward()
+        assert not any(p.grad.any() for p in module.parameters() if p.grad is not None)
+
+
+def test_dropout_of_the_checkpoint_is_off_in_train_mode(algo, tmp_path, folder):
+    arch = AutoModelForCausalLM.from_pretrained(folder).config.model_type
+    folder, (tokens, mask) = make_model(tmp_path, arch, dropout=0.5), make_batch(algo)
     plain = AutoModelForCausalLM.from_pretrained(folder).train()
-    assert not torch.equal(plain(batch.inputs[0]).logits, plain(batch.inputs[0]).logits)  # it would be on
-    policy = algo.Policy(algo.load_causal_lm(folder)).train()
-    assert torch.equal(policy(*batch.inputs, 1.0)[0], policy(*batch.inputs, 1.0)[0])
-    if has_critic(algo):
-        critic = algo.Critic(folder).train()
-        torch.nn.init.normal_(getattr(critic.model, critic.head_name).weight)
-        assert torch.equal(critic(*batch.inputs), critic(*batch.inputs))
+    assert not torch.equal(plain(tokens).logits, plain(tokens).logits)  # it would be on
+    policy = algo.Policy(algo.load_model(folder, AutoModelForCausalLM), 1.0).train()
+    assert torch.equal(policy(tokens, mask)[0], policy(tokens, mask)[0])
+    critic = with_a_head(algo.Critic(folder, 0)).train()
+    assert critic(tokens, mask).any() and torch.equal(critic(tokens, mask), critic(tokens, mask))
 
 
-def test_new_critic_values_everything_at_zero_and_its_head_learns(ppo, folder):
-    critic, batch = ppo.Critic(folder), Batch()
-    values = critic(*batch.inputs)
-    assert values.shape == batch.mask.shape and values.dtype == torch.float32 and not values.any()
+def test_bfloat16_autocast_returns_float32(algo, model, critic):
+    """The passes are in bfloat16, what comes out is float32 and has more digits than bfloat16."""
+    tokens, mask = make_batch(algo)
+    policy = algo.Policy(model, 1.0)
+    for module in policy, critic:
+        exact = module(tokens, mask)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = module(tokens, mask)
+        for x, y in zip(as_tuple(found), as_tuple(exact)):
+            assert x.dtype == torch.float32 and not torch.equal(x, y) and (x - y).abs().max() < 0.3
+            assert (x.bfloat16().float() != x)[mask].float().mean() > 0.5
+
+
+# --- Critic ----------------------------------------------------------------------------------------------------------
+
+
+def test_values_equal_bare_prefixes(algo, critic):
+    """Of the state before the action: the text up to and with position i, through the plain class."""
+    tokens, mask = make_batch(algo)
+    values = critic.eval()(tokens, mask)  # the plain class has a dropout of its own before the head
+    for i, t in mask.nonzero().tolist():
+        expected = plain_logits(critic.model, tokens[i, : t + 1].tolist())[-1, 0]
+        assert values[i, t].item() == pytest.approx(expected.item(), abs=2e-5)
+    assert values.dtype == torch.float32 and not values[~mask].any() and values[mask].std() > 0.1
+
+
+def test_new_critic_values_everything_at_zero_and_its_head_learns(algo, folder):
+    critic, (tokens, mask) = algo.Critic(folder, 0), make_batch(algo)
+    values = critic(tokens, mask)
+    assert values.shape == mask.shape and not values.any()
     (values - 1).square().sum().backward()
     assert getattr(critic.model, critic.head_name).weight.grad.abs().sum() > 0
 
 
-def test_critic_keeps_the_head_its_checkpoint_brings(ppo, folder, tmp_path):
+def test_critic_keeps_the_head_its_checkpoint_brings(algo, folder, tmp_path):
     saved = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
     head = getattr(saved, "score" if hasattr(saved, "score") else "classifier")
     torch.nn.init.normal_(head.weight)
     torch.nn.init.constant_(head.bias, 0.5)
     saved.save_pretrained(tmp_path / "critic")
-    critic = ppo.Critic(str(tmp_path / "critic"))
+    critic = algo.Critic(str(tmp_path / "critic"), 0)
     loaded = getattr(critic.model, critic.head_name)
     assert torch.equal(loaded.weight, head.weight) and torch.equal(loaded.bias, head.bias)
 
 
-def test_saved_critic_reloads_with_the_plain_class(critic, tmp_path):
-    batch = Batch()
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_saved_critic_reloads_with_the_plain_class(algo, folder, tmp_path, lora_rank):
+    critic = with_a_head(algo.Critic(folder, lora_rank))
+    for name, p in critic.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    tokens, mask = make_batch(algo)
     critic.model.save_pretrained(tmp_path)
-    plain = AutoModelForTokenClassification.from_pretrained(tmp_path).eval()
-    prompt, answer = batch.prompts[0], batch.answers[0]
+    options = {"num_labels": 1} if lora_rank else {}  # an adapter's folder has no config of the model
+    plain = AutoModelForTokenClassification.from_pretrained(tmp_path, **options).eval()
+    values = critic(tokens, mask)
     with torch.no_grad():
-        expected = plain(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1, 0]
-        assert torch.allclose(critic(*batch.inputs)[0], expected, atol=2e-5)
+        expected = torch.where(mask, plain(tokens).logits[..., 0], 0)
+    assert values.std() > 0.1 and torch.allclose(values, expected, atol=2e-5)
 
 
-# --- generate --------------------------------------------------------------------------------------------------------
+# --- Loading ---------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_equals_transformers_on_unpadded_prompts(algo, model):
-    prompts, queries = random_queries(algo)
-    steps, eos_ids = 12, [EOS]
-    for _ in range(2):  # the second time the third token of the first answer is an EOS
-        responses, _ = algo.generate(model, *queries, noise(3, steps), eos_ids, PAD, 0.0)
-        for prompt, response in zip(prompts, responses.tolist()):
-            ids = torch.tensor([prompt])
-            options = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": eos_ids, "pad_token_id": PAD}
-            expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
-            assert response == expected + [PAD] * (steps - len(expected))
-        eos_ids = [EOS, responses[0, 2].item()]
-    assert responses[0, 3:].eq(PAD).all()
+def test_a_classifier_as_policy_is_refused_in_one_sentence(toy_run, tmp_path, capsys):
+    """Its lm_head would be random, and nothing would say so."""
+    folder = make_model(tmp_path / "classifier", auto_class=AutoModelForSequenceClassification, num_labels=1)
+    with pytest.raises(SystemExit) as exit_:
+        toy_run(model=folder)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert exit_.value.code == 1 and len(lines) == 1
+    assert folder in lines[0] and "AutoModelForCausalLM" in lines[0] and "lm_head.weight" in lines[0]
 
 
-def test_checkpointing_and_train_mode_keep_the_cache_and_the_tokens(algo, model):
-    _, queries = random_queries(algo)
-    expected = algo.generate(model.eval(), *queries, noise(6, 8), [EOS], PAD)
-    assert not model.training
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    widths = []
-    spy = lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1])  # noqa: E731
-    model.register_forward_pre_hook(spy, with_kwargs=True)
-    responses, logprobs = algo.generate(model, *queries, noise(6, 8), [EOS], PAD)
-    assert torch.equal(responses, expected[0]) and torch.equal(logprobs, expected[1])
-    assert widths[0] == queries[0].shape[1] and set(widths[1:]) == {1}  # one token a step: the rest is in the cache
-    assert model.training and model.is_gradient_checkpointing
-
-
-def test_the_cache_is_as_attention_computes(algo, model, spy, monkeypatch):
-    """In bfloat16 under autocast, where transformers would take float32; not a bit of the result changes."""
-    (_, queries), task = random_queries(algo), ([EOS], PAD)
-    updates = spy(algo.KVCache, "update")
-    with torch.autocast("cpu", torch.bfloat16):
-        ours = algo.generate(model, *queries, noise(6, 8), *task)
-        monkeypatch.setattr(algo, "KVCache", DynamicCache)
-        theirs = algo.generate(model, *queries, noise(6, 8), *task)
-    assert {x.dtype for _, states in updates for x in states} == {torch.bfloat16}
-    assert all(torch.equal(x, y) for x, y in zip(ours, theirs))
-
-
-@pytest.mark.parametrize("group_size", [1, 3])
-def test_groups_equal_repeated_prompts(algo, model, group_size):
-    _, (queries, query_mask) = random_queries(algo)
-    uniforms = noise(3 * group_size, 8)
-    shared = algo.generate(model, queries, query_mask, uniforms, [EOS], PAD)
-    repeated = (x.repeat_interleave(group_size, 0) for x in (queries, query_mask))
-    alone = algo.generate(model, *repeated, uniforms, [EOS], PAD)
-    assert torch.equal(shared[0], alone[0]) and torch.allclose(shared[1], alone[1], atol=1e-5)
-    assert len({tuple(r) for r in shared[0].tolist()}) == 3 * group_size  # every row has noise of its own
-
-
-def test_rows_that_finish_do_not_change_the_others(algo, model):
-    prompts, queries = random_queries(algo)
-    uniforms, eos_ids, sizes = noise(12, 16), list(range(FIRST_CHAR, FIRST_CHAR + 4)), []
-    spy = lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"]))  # noqa: E731
-    hook = model.register_forward_pre_hook(spy, with_kwargs=True)
-    responses, logprobs = algo.generate(model, *queries, uniforms, eos_ids, PAD)
-    hook.remove()
-    lengths = algo.make_response_mask(responses, eos_ids).sum(1)
-    assert len(lengths.unique()) > 3 and min(sizes[1:]) < 6  # rows did finish early and leave
-    for i in range(12):
-        query = algo.left_pad([prompts[i // 4]], PAD, "cpu")
-        alone = algo.generate(model, *query, uniforms[i : i + 1], eos_ids, PAD)
-        assert torch.equal(alone[0][0], responses[i]) and torch.allclose(alone[1][0], logprobs[i], atol=2e-5)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_sampling_logprobs_equal_policy_logprobs(algo, model, temperature):
-    _, (queries, query_mask) = random_queries(algo)
-    responses, logprobs = algo.generate(model, queries, query_mask, noise(6, 10), [EOS, 5, 6], PAD, temperature)
-    mask = algo.make_response_mask(responses, [EOS, 5, 6])
-    queries, query_mask = (x.repeat_interleave(2, 0) for x in (queries, query_mask))
-    ids, attention = torch.cat([queries, responses], 1), torch.cat([query_mask, mask], 1).long()
-    with torch.no_grad():
-        expected = algo.Policy(model)(ids, attention, 10, temperature)[0]
-    assert torch.allclose(logprobs, torch.where(mask, expected, 0), atol=2e-5)  # and 0 after the EOS
-
-
-def test_generation_config_of_the_checkpoint_does_not_sample(algo, tmp_path):
-    folder = make_model(tmp_path)
-    options = {"do_sample": True, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "temperature": 0.1}
-    GenerationConfig(**options, eos_token_id=EOS, pad_token_id=PAD).save_pretrained(folder)
-    model = algo.load_causal_lm(folder)
-    assert model.generation_config.top_k == 1
-    prompts, queries = random_queries(algo, (6,))
-    rows = 2000
-    uniforms = (torch.arange(rows, dtype=torch.float64)[:, None] + 0.5) / rows  # even noise: counts have no variance
-    counts = algo.generate(model, *queries, uniforms, [EOS], PAD)[0][:, 0].bincount(minlength=len(make_tokenizer()))
-    with torch.no_grad():
-        probs = model(torch.tensor(prompts)).logits[0, -1].softmax(-1)
-    assert (counts - rows * probs).abs().max() < 1.01
-
-
-def test_every_eos_id_of_the_union_ends_a_response(algo, tmp_path):
-    folder = make_model(tmp_path)  # EOS by tokenizer and config
-    GenerationConfig(eos_token_id=[EOS2], pad_token_id=PAD).save_pretrained(folder)
-    model, tokenizer = algo.load_causal_lm(folder), make_tokenizer()
-    eos_ids = algo.collect_eos_ids(model, tokenizer)
-    assert eos_ids == [EOS, EOS2]
-    _, queries = random_queries(algo, (6,))
-    uniforms = noise(500, 3)
-    uniforms[:, 0] = (torch.arange(500) + 0.5) / 500
-    responses, logprobs = algo.generate(model, *queries, uniforms, eos_ids, PAD)
-    for eos in eos_ids:
-        ended = responses[:, 0] == eos
-        assert ended.any() and responses[ended, 1:].eq(PAD).all() and logprobs[ended, 1:].eq(0).all()
-    assert responses[(responses[:, 0] != EOS) & (responses[:, 0] != EOS2), 1].ne(PAD).any()
+def test_weights_are_float32_whatever_the_files_hold(algo, folder, tmp_path):
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model = algo.load_model(str(tmp_path), AutoModelForCausalLM)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -297,69 +282,257 @@ def test_collect_eos_ids(algo, model, sources, union):
     assert algo.collect_eos_ids(model, tokenizer) == union
 
 
-# --- pack and forward_all --------------------------------------------------------------------------------------------
+# --- LoRA ------------------------------------------------------------------------------------------------------------
+
+
+def test_adapter_off_is_the_base_and_on_is_back(algo, folder):
+    torch.manual_seed(0)
+    model = algo.add_lora(algo.load_model(folder, AutoModelForCausalLM), 4, task_type="CAUSAL_LM")
+    base, policy, (tokens, mask) = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        algo.Policy(model, 1.0),
+        make_batch(algo),
+    )
+    expected = algo.Policy(base, 1.0)(tokens, mask)[0]
+    assert torch.equal(policy(tokens, mask)[0], expected)  # B is zero
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p)
+    changed = policy(tokens, mask)[0]
+    assert not torch.allclose(changed, expected, atol=0.1)
+    model.disable_adapters()
+    assert torch.equal(policy(tokens, mask)[0], expected)
+    assert torch.equal(model(tokens).logits, base(tokens).logits)
+    model.enable_adapters()
+    assert torch.equal(policy(tokens, mask)[0], changed)
+
+
+def test_lora_trains_all_linear_layers_but_the_head(algo, folder):
+    model = algo.add_lora(algo.load_model(folder, AutoModelForCausalLM), 4, task_type="CAUSAL_LM")
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    layers = {name.split(".lora_")[0].rsplit(".", 1)[1] for name in trained}
+    llama = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert layers == (llama if "llama" in folder else {"c_attn", "c_proj", "c_fc"})
+    tokens, mask = make_batch(algo)
+    algo.Policy(model, 1.0)(tokens, mask)[0].sum().backward()
+    for name, p in model.named_parameters():  # B is zero, so that only it has a gradient yet
+        assert (p.grad is not None and p.grad.any()) == ("lora_B" in name), name
+
+
+def test_lora_trains_the_head_of_the_critic_whole(algo, folder):
+    critic, (tokens, mask) = algo.Critic(folder, 4), make_batch(algo)
+    values = critic(tokens, mask)
+    assert not values.any()
+    (values - 1).square().sum().backward()
+    trained = {name: p for name, p in critic.named_parameters() if p.requires_grad}
+    heads = {name: p for name, p in trained.items() if "lora_" not in name}
+    assert len(trained) > len(heads) and {name.rsplit(".", 1)[1] for name in heads} == {"weight", "bias"}
+    assert all(critic.head_name in name and p.grad.any() for name, p in heads.items())
+    torch.optim.SGD(trained.values(), lr=0.1).step()
+    assert critic(tokens, mask)[mask].mean() > 0
+
+
+def test_rank_0_leaves_the_model_alone(algo, model):
+    assert algo.add_lora(model, 0) is model and all(p.requires_grad for p in model.parameters())
+
+
+# --- generate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pad_token", ["<pad>", "<eos>", None])
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_greedy_equals_transformers(algo, tmp_path, arch, pad_token):
+    """One prompt at a time there, ragged prompts together here; pad==EOS and no pad token are no special cases."""
+    model = algo.load_model(make_model(tmp_path, arch, pad=pad_token), AutoModelForCausalLM)
+    prompts, steps, eos_ids = prompts_of(3, 7, 5), 12, [EOS]
+    for _ in range(2):  # the second time the third token of the first answer is one of two EOS ids
+        responses = sample(algo, model, prompts, noise(3, steps), eos_ids, top_k=1)
+        for prompt, response in zip(prompts, responses):
+            ids = torch.tensor([prompt])
+            options = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": eos_ids, "pad_token_id": 0}
+            expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+            assert response.ids == expected and response.truncated == (expected[-1] not in eos_ids)
+            assert response.logprobs == [0.0] * len(expected)  # of the distribution sampled from: that token alone
+        eos_ids = [EOS, responses[0].ids[2]]
+    assert len(responses[0].ids) <= 3 and not responses[0].truncated
+
+
+def test_an_eos_at_the_very_end_is_no_truncation(algo, model):
+    prompts = prompts_of(4)
+    ids = sample(algo, model, prompts, noise(1, 12), [])[0].ids
+    n = max(t for t in range(12) if ids[t] not in ids[:t])
+    assert n > 1
+    for length in n, n + 1, n + 2:
+        (response,) = sample(algo, model, prompts, noise(1, 12)[:, :length], [ids[n]])
+        assert response.ids == ids[: n + 1][:length] and response.truncated == (length == n)
+        assert len(response.logprobs) == len(response.ids)
+
+
+def test_without_eos_ids_every_response_is_cut_off(algo, model):
+    responses = sample(algo, model, prompts_of(3, 5), noise(2, 6), [])
+    assert all(response.truncated and len(response.ids) == 6 for response in responses)
+
+
+def test_checkpointing_keeps_the_cache_and_the_tokens(algo, model):
+    prompts, widths = prompts_of(3, 7, 5), []
+    expected = sample(algo, model, prompts, noise(3, 8))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train().register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
+    assert sample(algo, model, prompts, noise(3, 8)) == expected
+    assert widths[0] == 7 and set(widths[1:]) == {1}  # one token a step: the rest is in the cache
+    assert model.training and model.is_gradient_checkpointing
+
+
+def test_a_response_does_not_depend_on_the_rows_beside_it(algo, model):
+    """Finished rows leave the batch; each row alone gives the same tokens, and so does any other company."""
+    lengths = [3, 7, 5] * 4
+    prompts, uniforms, sizes = prompts_of(*lengths), noise(12, 16), []
+    eos_ids = range(FIRST_CHAR, FIRST_CHAR + 4)
+    hook = model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    together = sample(algo, model, prompts, uniforms, eos_ids)
+    hook.remove()
+    steps = [len(response.ids) for response in together]
+    assert len(set(steps)) > 3 and len(sizes) == max(steps)
+    for t, size in enumerate(sizes):  # at most a tenth of a batch has finished
+        assert 0.9 * size < sum(n > t for n in steps) <= size
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
+    for part in *([i] for i in range(12)), order[:7], order[7:]:
+        found = sample(algo, model, [prompts[i] for i in part], uniforms[part], eos_ids)
+        for response, i in zip(found, part):
+            assert response.ids == together[i].ids and response.truncated == together[i].truncated
+            assert response.logprobs == pytest.approx(together[i].logprobs, abs=2e-5)
+
+
+def test_rollout_chunks_change_no_response(algo, toy_run, monkeypatch):
+    plain, calls = algo.generate, []
+    monkeypatch.setattr(algo, "generate", lambda *args: calls.append(plain(*args)) or calls[-1])
+    found = []
+    for size in 256, 3:
+        toy_run(rollout_batch_size=size, total_iterations=1)
+        found.append([response.ids for call in calls for response in call])
+        assert [len(call) for call in calls] == ([8] if size == 256 else [3, 3, 2])
+        calls.clear()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("temperature, dtype", [(1.0, torch.float32), (0.5, torch.float32), (1.0, torch.bfloat16)])
+def test_logprobs_of_the_sampler_equal_those_of_the_policy(algo, model, temperature, dtype):
+    prompts, tolerance = prompts_of(3, 7, 5, 5, 1, 2), 1e-4 if dtype == torch.float32 else 0.2
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        responses = sample(algo, model, prompts, noise(6, 10), [EOS, 5, 6], temperature)
+        tokens, mask, logprobs, _ = algo.to_batch([{"input_ids": p} for p in prompts], responses, "cpu")
+        expected = algo.Policy(model, temperature)(tokens, mask)[0]
+    assert logprobs.dtype == torch.float32 and (logprobs - expected).abs().max() < tolerance
+    assert mask.sum(1).tolist() == [len(response.ids) for response in responses] and (logprobs[mask] < 0).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_frequencies_are_the_softmax_whatever_the_generation_config_says(algo, tmp_path, temperature):
+    folder = make_model(tmp_path)
+    options = {"do_sample": True, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "temperature": 0.1}
+    GenerationConfig(**options, eos_token_id=EOS2, pad_token_id=0, max_new_tokens=1).save_pretrained(folder)
+    model = algo.load_model(folder, AutoModelForCausalLM)
+    assert model.generation_config.top_k == 1
+    (prompt,), rows = prompts_of(6), 2000
+    uniforms = (torch.arange(rows, dtype=torch.float64)[:, None] + 0.5) / rows  # even noise: counts have no variance
+    eos_ids = algo.collect_eos_ids(model, make_tokenizer())
+    responses = sample(algo, model, [prompt] * rows, uniforms, eos_ids, temperature)
+    counts = torch.tensor([response.ids[0] for response in responses]).bincount(minlength=VOCAB)
+    probs = (plain_logits(model, prompt)[-1] / temperature).softmax(-1)
+    assert (counts - rows * probs).abs().max() < 1.01 and counts.count_nonzero() > 5
+    assert eos_ids == [EOS, EOS2]
+    for response in responses:  # either EOS id ends a response
+        assert response.truncated == (response.ids[0] not in eos_ids)
+
+
+def test_noise_alone_decides(algo, model):
+    prompts = prompts_of(3, 7, 5)
+    runs = [sample(algo, model, prompts, noise(3, 8, seed)) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+    greedy = [sample(algo, model, prompts, noise(3, 8, seed), top_k=1) for seed in (1, 2)]
+    assert greedy[0] == greedy[1]
+
+
+# --- to_batch, pack, forward_all -------------------------------------------------------------------------------------
+
+
+def test_to_batch(algo):
+    """By hand. What an environment wrote is in `tokens`, not in `mask`; an EOS is an action like any other."""
+    rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
+    other = algo.NOT_SAMPLED
+    responses = [algo.Response([9, EOS], [-0.5, 0.0], False)]
+    responses += [algo.Response([10, 11, 12, 13, 14], [-1.0, other, other, -2.0, other], True)]
+    tokens, mask, logprobs, lengths = algo.to_batch(rows, responses, "cpu")
+    assert tokens[0, :5].tolist() == [5, 6, 7, 9, EOS] and tokens[1].tolist() == [8, 10, 11, 12, 13, 14]
+    assert mask.dtype == torch.bool and mask.tolist() == [[0, 0, 1, 1, 0, 0], [1, 0, 0, 1, 0, 0]]
+    assert logprobs.tolist() == [[0, 0, -0.5, 0, 0, 0], [-1, 0, 0, -2, 0, 0]]
+    assert lengths == [5, 6]
+
+
+def test_to_batch_puts_every_response_behind_its_prompt(algo):
+    rows, responses = make_rows(algo, LENGTHS)
+    tokens, mask, logprobs, lengths = algo.to_batch(rows, responses, "cpu")
+    assert lengths == [p + n for p, n in LENGTHS] and tokens.shape == mask.shape == logprobs.shape == (5, 13)
+    for i, (row, response) in enumerate(zip(rows, responses)):
+        assert tokens[i, : lengths[i]].tolist() == row["input_ids"] + response.ids
+        sampled = [k for k, x in enumerate(response.logprobs) if x != algo.NOT_SAMPLED]
+        at = [len(row["input_ids"]) - 1 + k for k in sampled]
+        assert mask[i].nonzero()[:, 0].tolist() == at
+        assert tokens[i, 1:][at].tolist() == [response.ids[k] for k in sampled]
+        assert logprobs[i, at].tolist() == pytest.approx([response.logprobs[k] for k in sampled])
+    assert len(sampled) == 6 and not logprobs[~mask].any()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12, 20, 45, 10**6])
+@pytest.mark.parametrize("seed", range(3))
+def test_pack(algo, seed, max_tokens):
+    """Every row once, longest first, within the budget unless one row alone is longer, and as few as that allows."""
+    rng = random.Random(seed)
+    lengths, chosen = [rng.randint(2, 17) for _ in range(14)], range(2, 13)
+    microbatches = algo.pack(lengths, chosen, max_tokens, "cpu")
+    parts = [rows.tolist() for rows, _ in microbatches]
+    order = [row for part in parts for row in part]
+    assert sorted(order) == list(chosen)
+    assert [lengths[row] for row in order] == sorted((lengths[row] for row in chosen), reverse=True)
+    for part, (_, columns) in zip(parts, microbatches):
+        assert columns == slice(lengths[part[0]])  # cut to the longest
+        assert len(part) * lengths[part[0]] <= max_tokens or len(part) == 1
+    for part in parts[:-1]:  # none is closed while the next row would have fitted
+        assert (len(part) + 1) * lengths[part[0]] > max_tokens
 
 
 @pytest.mark.parametrize("max_tokens", [1, 20, 45, 10_000])
-def test_pack_and_forward_all_put_everything_back(algo, max_tokens):
-    batch = Batch(((3, 6), (7, 2), (5, 1), (1, 4), (7, 6), (2, 2), (4, 3)))
-    minibatches = [algo.pack(*batch.tensors, rows, max_tokens) for rows in (range(4), range(4, 7))]
-    packed = [mb for minibatch in minibatches for mb in minibatch]
-    for rows, minibatch in zip((range(4), range(4, 7)), minibatches):
-        assert sorted(i for mb in minibatch for i in mb.at[0].tolist()) == list(rows)
-    for mb in packed:
-        ids, attention, steps = mb.inputs
-        assert len(ids) * attention.sum(1).max() <= max_tokens or len(ids) == 1
-        prompt_columns = attention[:, : ids.shape[1] - steps]
-        assert prompt_columns[:, 0].any() and attention[:, -1].any()  # no column is padding in every row
-    assert len(packed) == (2 if max_tokens == 10_000 else len(batch.mask) if max_tokens == 1 else len(packed))
+def test_forward_all_puts_everything_back(algo, max_tokens):
+    lengths = (3, 6), (7, 2), (5, 1), (1, 4), (7, 6), (2, 2), (4, 3)
+    tokens, mask, _, row_lengths = algo.to_batch(*make_rows(algo, lengths), "cpu")
+    minibatches = [algo.pack(row_lengths, rows, max_tokens, "cpu") for rows in (range(4), range(4, 7))]
+    seen = []
 
-    def tokens_seen(ids, attention, steps, *extra, group_size=1):
-        return ids[:, -steps:].float() + (0 if not extra else extra[0])
+    def next_tokens(tokens, mask):
+        seen.append(tokens.shape)
+        return tokens.roll(-1, 1) * mask.float()
 
-    expected = torch.where(batch.mask, batch.responses, 0).float()
-    assert torch.equal(algo.forward_all(tokens_seen, minibatches, batch.mask), expected)
-    shifted = algo.forward_all(lambda *a, **k: (tokens_seen(*a, **k), None), minibatches, batch.mask, 2.0)
-    assert torch.equal(shifted, torch.where(batch.mask, expected + 2, 0))
+    expected = torch.where(mask, tokens.roll(-1, 1), 0).float()
+    assert torch.equal(algo.forward_all(next_tokens, minibatches, tokens, mask), expected)
+    assert len(seen) == {1: 7, 10_000: 2}.get(max_tokens, len(seen)) and sum(b for b, _ in seen) == 7
+    pairs = algo.forward_all(lambda *mb: (next_tokens(*mb), None), minibatches, tokens, mask)
+    assert torch.equal(pairs, expected)
 
 
-def test_forward_all_equals_one_forward(algo, model):
-    batch, policy = Batch(), algo.Policy(model)
-    minibatches = [algo.pack(*batch.tensors, range(len(batch.mask)), 20)]
-    with torch.no_grad():
-        expected = torch.where(batch.mask, policy(*batch.inputs, 0.5)[0], 0)
-    assert torch.allclose(algo.forward_all(policy, minibatches, batch.mask, 0.5), expected, atol=2e-5)
+def test_forward_all_equals_one_forward(algo, model, critic):
+    tokens, mask, _, lengths = algo.to_batch(*make_rows(algo), "cpu")
+    minibatches = [algo.pack(lengths, rows, 20, "cpu") for rows in (range(3), range(3, 5))]
+    policy = algo.Policy(model, 0.5)
+    for module, expected in (policy, policy(tokens, mask)[0]), (critic, critic(tokens, mask)):
+        found = algo.forward_all(module, minibatches, tokens, mask)
+        assert not found.requires_grad and torch.allclose(found, expected, atol=2e-5)
 
 
-def test_forward_all_equals_one_forward_of_the_critic(ppo, critic):
-    batch = Batch()
-    minibatches = [ppo.pack(*batch.tensors, range(len(batch.mask)), 20)]
-    with torch.no_grad():
-        expected = torch.where(batch.mask, critic(*batch.inputs), 0)
-    assert torch.allclose(ppo.forward_all(critic, minibatches, batch.mask), expected, atol=2e-5)
-
-
-def test_noise_alone_decides_and_temperature_zero_needs_none(algo, model):
-    _, queries = random_queries(algo)
-    runs = [algo.generate(model, *queries, noise(3, 8, seed), [EOS], PAD, t)[0] for seed, t in ((1, 1), (1, 1), (2, 1))]
-    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
-    greedy = [algo.generate(model, *queries, noise(3, 8, seed), [EOS], PAD, 0.0)[0] for seed in (1, 2)]
-    assert torch.equal(*greedy)
-
-
-@pytest.mark.parametrize("top_p, top_k", [(0.5, 0), (1.0, 3), (0.8, 5)])
-def test_truncated_sampling_is_the_renormalised_softmax(algo, top_p, top_k):
-    logits, rows = torch.tensor([0.5, 2.0, -1.0, 1.0, 1.5, -0.5]), 5000
-    uniforms = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
-    tokens, logprobs = algo.sample_tokens(logits.repeat(rows, 1), uniforms, 0.7, top_p, top_k)
-    probs = (logits / 0.7).softmax(-1).tolist()
-    order = sorted(range(6), key=lambda i: -probs[i])[: top_k or 6]
-    total, kept = sum(probs[i] for i in order), []
-    for i in order:  # the smallest set with probability top_p (of what top_k left)
-        if sum(probs[j] / total for j in kept) < top_p:
-            kept.append(i)
-    share = {i: probs[i] / sum(probs[j] for j in kept) for i in kept}
-    assert sorted(share) == tokens.unique().tolist() and len(share) < 6
-    for i, p in share.items():
-        assert (tokens == i).sum() == pytest.approx(rows * p, abs=1.01)
-        assert logprobs[tokens == i][0] == pytest.approx(math.log(p), abs=1e-5)
+def test_draw_prompts_is_one_stream(algo):
+    rows = list(range(10))
+    stream = algo.draw_prompts(rows, 0, 40, 3)
+    assert all(sorted(stream[i : i + 10]) == rows for i in range(0, 40, 10))
+    assert len({tuple(stream[i : i + 10]) for i in range(0, 40, 10)}) == 4
+    assert [x for i in range(0, 40, 4) for x in algo.draw_prompts(rows, i, 4, 3)] == stream
+    assert algo.draw_prompts(rows, 0, 40, 4) != stream and algo.draw_prompts(rows, 7, 25, 3) == stream[7:32]

@@ -1,13 +1,12 @@
-"""The mathematics of the scripts against slow per-token oracles written here, and against values worked out by hand.
+"""The mathematics of the script against slow per-token oracles written here, and against values worked out by hand.
 
-All inputs are float64 and carry junk (9.0, NaN) on their padding. Functions that know the mask get the junk as it is;
-per-token losses get what `main` gives them, the padding zeroed before the arithmetic. In both cases gradients with
-respect to the junk must be exactly 0.
+Inputs of the oracles are float64 and carry junk (9.0, NaN) outside the mask. Functions that know the mask get the junk
+as it is; per-token losses get what `main` gives them, zeros. In both cases gradients with respect to the junk must be
+exactly 0.
 """
 
 import bisect
 import math
-import random
 import statistics
 import time
 from decimal import Decimal
@@ -84,9 +83,10 @@ def test_response_mask(algo, case):
 def test_masked_mean(algo, case):
     x = case.draw()
     close(algo.masked_mean(x, case.mask), statistics.fmean(x[case.mask].tolist()))
+    close(algo.masked_mean(x, case.mask, 1), [statistics.fmean(row) for row in case.rows(x)])
     close(gradient(lambda x: algo.masked_mean(x, case.mask), x), case.matrix(lambda i, t: 1 / len(case.valid)))
     empty = torch.zeros_like(case.mask)
-    assert algo.masked_mean(x, empty) == 0
+    assert algo.masked_mean(x, empty) == 0 and (algo.masked_mean(x, empty, 1) == 0).all()
     assert (gradient(lambda x: algo.masked_mean(x, empty), x) == 0).all()
 
 
@@ -111,30 +111,49 @@ def test_masked_whiten_edges(algo, case):
     close(pair, [[-(3**-0.5), 3**-0.5, 0.0]], 1e-5)
 
 
-def test_moments(algo, case):
-    x, y = case.draw(2.0, 1e4).float(), case.draw()
-    moments = algo.Moments("cpu")
-    for part in slice(2), slice(2, B):  # micro-batches
-        moments.add("x", x[part], case.mask[part])
-    moments.add("none", y, torch.zeros_like(case.mask))
-    moments.add("one", y[1:2, :1])
-    moments.add("share", torch.tensor([True, False, False, True, True]))
-    means, stds = moments.reduce()
+@pytest.mark.parametrize("shift", [0.0, 1e4])
+def test_mean_and_std(algo, case, shift):
+    """Numbers for the log: of the tokens under a mask, whatever the width, or of all entries, booleans too."""
+    x = case.draw(2.0, shift).float()
     tokens = x[case.mask].tolist()
-    close([means["x"], stds["x"]], [statistics.mean(tokens), statistics.stdev(tokens)], 1e-6)
-    assert (means["none"], stds["none"]) == (0, 0)
-    assert (means["one"], stds["one"]) == (y[1, 0].item(), 0)
-    close([means["share"], stds["share"]], [0.6, 0.3**0.5])
-    wider = algo.Moments("cpu")
-    wider.add("x", pad(x, (0, 3), value=case.junk), pad(case.mask, (0, 3)))
-    close(wider.reduce()[1]["x"], stds["x"])
+    for args in (x, case.mask), (pad(x, (0, 3), value=case.junk), pad(case.mask, (0, 3))), (x[case.mask],):
+        close([algo.mean(*args), algo.std(*args)], [statistics.mean(tokens), statistics.stdev(tokens)], 1e-6)
+    for few, value in (x[:0], 0), (x[case.mask][:1], tokens[0]):
+        assert isinstance(algo.mean(few), float) and (algo.mean(few), algo.std(few)) == (value, 0)
+    assert (algo.mean(x, torch.zeros_like(case.mask)), algo.std(x, torch.zeros_like(case.mask))) == (0, 0)
+    truncated = torch.tensor([True, False, False, True, True])
+    close([algo.mean(truncated), algo.std(truncated), algo.mean(torch.tensor([1, 2, 6]))], [0.6, 0.3**0.5, 3])
+
+
+GAPS_IN_MASK = [[0, 1, 1, 1, 0, 0], [1, 1, 0, 1, 1, 0], [0, 0, 1, 0, 0, 1], [0, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]]
+
+
+def test_place_scores(algo):
+    """On the last action and nowhere else, also where text of an environment stands between actions or behind them."""
+    mask, scores = torch.tensor(GAPS_IN_MASK).bool(), torch.tensor([2.0, -1.0, 0.5, 0.0, 7.0])
+    placed = algo.place_scores(scores, mask)
+    expected = torch.zeros(5, 6)
+    for row, (last, score) in enumerate(zip((3, 4, 5, 1, 5), scores)):
+        expected[row, last] = score
+    assert placed.dtype == torch.float32 and torch.equal(placed, expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_place_scores_anywhere(algo, seed):
+    random = torch.Generator().manual_seed(seed)
+    mask = torch.rand(200, 9, generator=random) < 0.4
+    mask[mask.sum(1) == 0, 0] = True
+    placed = algo.place_scores(torch.arange(1.0, 201), mask)
+    last = [max(t for t in range(9) if row[t]) for row in mask.tolist()]
+    assert placed.nonzero().tolist() == [[row, t] for row, t in enumerate(last)]
+    assert placed.sum(1).tolist() == list(range(1, 201))
 
 
 @pytest.mark.parametrize("gamma, lam", [(1, 0.95), (0.99, 0.95), (0.9, 1), (1, 1), (0.9, 0), (0.5, 0.5)])
-def test_gae(ppo, case, gamma, lam):
+def test_gae(algo, case, gamma, lam):
     """Against the sum over l of (gamma*lam)^l * delta, on the valid tokens alone: padding and holes are skipped."""
     rewards, values = case.draw(), case.draw()
-    advantages, returns = ppo.gae(rewards, values, case.mask, gamma, lam)
+    advantages, returns = algo.gae(rewards, values, case.mask, gamma, lam)
     assert (advantages[~case.mask] == 0).all() and (returns[~case.mask] == 0).all()
     for i, (r, v) in enumerate(zip(case.rows(rewards), case.rows(values))):
         n, a = len(r), advantages[i, case.mask[i]]
@@ -149,10 +168,10 @@ def test_gae(ppo, case, gamma, lam):
 
 
 @pytest.mark.parametrize("junk", [9.0, math.nan])
-def test_gae_golden(ppo, junk):
+def test_gae_golden(algo, junk):
     mask = torch.tensor([[False, False, True, True, False]])
     rewards, values = torch.tensor([[0, 0, 0, 1, junk]]), torch.tensor([[0.2, 0.3, 0.4, 0.5, junk]])
-    advantages, returns = ppo.gae(rewards, values, mask, 0.99, 0.95)
+    advantages, returns = algo.gae(rewards, values, mask, 0.99, 0.95)
     close(advantages, [[0, 0, 0.56525, 0.5, 0]], 1e-6)
     close(returns, [[0, 0, 0.96525, 1, 0]], 1e-6)
 
@@ -194,8 +213,6 @@ def test_kl_golden(algo):
     for kind, grads in ("k3", [0.393469, -1.718282, 0, 1 - math.exp(5)]), ("k3+", [0.5, -1, 0, -29]):
         close(algo.kl_penalty(logprobs, ref, kind), values, 1e-5)
         close(gradient(lambda x: algo.kl_penalty(x, ref, kind), logprobs), grads, 1e-5)
-    with pytest.raises(ValueError):
-        algo.kl_penalty(logprobs, ref, "k4")
 
 
 @pytest.mark.parametrize("kind", KL)
@@ -225,12 +242,10 @@ def test_adaptive_kl(algo):
     for kl, coef in (12, 0.201024), (6.6, 0.2015386), (3, 0.2005067), (0, 0.1994801):
         controller.update(kl, 256)
         close(controller.coef, coef, 1e-6)
-    for target, horizon in (0, 100), (-1, 100), (6, 0), (6, -5):
-        with pytest.raises(ValueError):
-            algo.AdaptiveKL(0.2, target, horizon)
-    with pytest.raises(ValueError):  # the coefficient could reach 0 or change its sign
-        algo.AdaptiveKL(0.2, 6, 51.2).update(3, 256)
-    algo.AdaptiveKL(0.2, 6, 51.3).update(3, 256)
+    controller = algo.AdaptiveKL(0.2, 6, 51.3)  # the shortest horizon for 256 responses: the sign stays
+    controller.update(0, 256)
+    close(controller.coef, 0.2 * (1 - 0.2 * 256 / 51.3))
+    assert controller.coef > 0
 
 
 def surrogate(new, old, advantage, low, high, dual=math.inf):
@@ -265,6 +280,7 @@ def check_loss(algo, case, name, num_tensors, args, oracle, mode):
 
     def loss(x):
         losses = getattr(algo, name)(*(torch.where(case.mask, y, 0) for y in (x, *others)), *args)
+        losses = losses[0] if name == "policy_loss" else losses
         losses = torch.where(case.mask, losses, case.junk)
         return algo.aggregate(losses, case.mask, mode, len(case.valid), B, MAX_LENGTH)
 
@@ -284,8 +300,8 @@ def test_losses(algo, case, name, num_tensors, args, oracle, mode):
 
 
 @pytest.mark.parametrize("clip", [(), (0.3,)])
-def test_value_loss(ppo, case, clip):
-    check_loss(ppo, case, "value_loss", 3, clip, half_square, "token-mean")
+def test_value_loss(algo, case, clip):
+    check_loss(algo, case, "value_loss", 3, clip, half_square, "token-mean")
 
 
 # Advantage, ratio; loss and slope in the log-prob; the same with dual clip 3.
@@ -311,7 +327,28 @@ def test_policy_loss_quadrants(algo, advantage, ratio, loss, grad, dual_loss, du
     new, old = double(math.log(ratio) - 1), double(-1)
     for dual_clip, values in (None, (loss, grad)), (3.0, (dual_loss, dual_grad)):
         args = old, double(advantage), 0.2, 0.2, dual_clip
-        close([algo.policy_loss(new, *args), gradient(lambda x: algo.policy_loss(x, *args), new)], values)
+        close([algo.policy_loss(new, *args)[0], gradient(lambda x: algo.policy_loss(x, *args)[0], new)], values)
+
+
+@pytest.mark.parametrize("clips", CLIPS)
+@pytest.mark.parametrize("seed", range(3))
+def test_clipped_is_where_the_gradient_is_gone(algo, seed, clips):
+    """Everywhere the gradient is that of -A*ratio, or exactly zero, and then `clipped` says so."""
+    random = torch.Generator().manual_seed(seed)
+    new, old, advantages = (torch.randn(40, 50, generator=random, dtype=torch.float64) for _ in range(3))
+    assert (advantages != 0).all() and (new - old).abs().max() < 20
+    _, clipped = algo.policy_loss(new, old, advantages, *clips)
+    grads = gradient(lambda x: algo.policy_loss(x, old, advantages, *clips)[0], new)
+    assert clipped.dtype == torch.bool and torch.equal(clipped, grads == 0)
+    close(grads[~clipped], (-advantages * (new - old).exp())[~clipped])
+    good, bad = clipped[advantages > 0], clipped[advantages < 0]
+    assert 0 < good.sum() < good.numel() and 0 < bad.sum() < bad.numel()
+
+
+def test_an_unchanged_policy_is_not_clipped(algo):
+    logprobs, advantages = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
+    losses, clipped = algo.policy_loss(logprobs, logprobs, advantages, 0.0, 0.0, 1.5)
+    assert torch.equal(losses, -advantages) and not clipped.any()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -338,8 +375,6 @@ def test_aggregate_shares_add_up(algo, case, mode):
     for counts in (len(case.valid), B, MAX_LENGTH), (0, 0, MAX_LENGTH):
         assert algo.aggregate(losses, empty, mode, *counts) == 0
         assert (gradient(lambda x: algo.aggregate(x, empty, mode, *counts), losses) == 0).all()
-    with pytest.raises(ValueError):
-        algo.aggregate(losses, case.mask, "mean", *counts)
 
 
 def test_schedule(algo):
@@ -355,6 +390,12 @@ def test_schedule(algo):
     close(factors("linear", 2, 2), [0.5, 1])  # nothing but warm-up
 
 
+def test_aggregate_golden(algo):
+    """Rows of 2 and 1 tokens: (1 + 2 + 6) / 3; ((1 + 2)/2 + 6) / 2; (3 + 6) / 2; the same over 10."""
+    losses, mask = torch.tensor([[1.0, 2.0, 9.0], [6.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    close([algo.aggregate(losses, mask, mode, 3, 2, 10) for mode in MODES], [3, 3.75, 4.5, 0.45], 1e-6)
+
+
 def kept_tokens(probs, top_p, top_k):
     """The k likeliest tokens, and of their renormalised distribution the smallest set that holds top_p."""
     order = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k or None]
@@ -365,7 +406,7 @@ def kept_tokens(probs, top_p, top_k):
     return kept, mass
 
 
-SAMPLERS = [(1, 1, 0), (0.5, 1, 0), (2, 1, 4), (1, 1, 99), (1, 0.6, 0), (0.7, 0.9, 0), (1, 0.05, 0), (1, 0.7, 5)]
+SAMPLERS = [(1, 1, 0), (0.5, 1, 0), (2, 1, 4), (1, 1, 12), (1, 0.6, 0), (0.7, 0.9, 0), (1, 0.05, 0), (1, 0.7, 5)]
 
 
 @pytest.mark.parametrize("temperature, top_p, top_k", SAMPLERS)
@@ -386,15 +427,25 @@ def test_sample_tokens(algo, seed, temperature, top_p, top_k):
 
 
 def test_sample_tokens_rows(algo):
-    """Every row uses its own logits and uniform, and temperature 0 takes the likeliest token."""
+    """Every row uses its own logits and uniform, and top_k 1 takes the likeliest token."""
     random = torch.Generator().manual_seed(0)
     logits, uniforms = 2 * torch.randn(64, 9, generator=random), torch.rand(64, generator=random, dtype=torch.float64)
     tokens, logprobs = algo.sample_tokens(logits, uniforms, 1.0, 1.0, 0)
-    greedy, greedy_logprobs = algo.sample_tokens(logits, uniforms, 0, 1.0, 0)
+    greedy, greedy_logprobs = algo.sample_tokens(logits, uniforms, 1.0, 1.0, 1)
     for i, row in enumerate(logits.double().softmax(-1).tolist()):
         assert tokens[i] == bisect.bisect_right([sum(row[: k + 1]) for k in range(9)], uniforms[i].item())
         assert greedy[i] == row.index(max(row))
-        close([logprobs[i].exp(), greedy_logprobs[i].exp()], [row[tokens[i]], max(row)], 1e-5)
+        close([logprobs[i].exp(), greedy_logprobs[i].exp()], [row[tokens[i]], 1], 1e-5)
+
+
+def test_top_k_keeps_k_of_equal_tokens(algo):
+    """Logits in bfloat16 often tie at the top: greedy needs no noise there either."""
+    logits = torch.tensor([0.0, 3.0, 3.0, 1.0, 3.0]).expand(50, -1)
+    uniforms = (torch.arange(50, dtype=torch.float64) + 0.5) / 50
+    for top_k in 1, 2:
+        tokens, logprobs = algo.sample_tokens(logits, uniforms, 1.0, 1.0, top_k)
+        assert len(tokens.unique()) == top_k
+        close(logprobs, [-math.log(top_k)] * 50, 1e-6)
 
 
 def test_sample_tokens_extremes(algo):
@@ -410,48 +461,6 @@ def test_sample_tokens_extremes(algo):
     uniforms = 1 - math.exp(-20) * (7.5 - torch.arange(8, dtype=torch.float64))
     tokens, _ = algo.sample_tokens(logits.expand(8, -1), uniforms, 1.0, 1.0, 0)
     assert tokens.tolist() == list(range(1, 9))
-
-
-def test_left_pad(algo):
-    queries, mask = algo.left_pad([[5, 6, 7], [8], [9, 5]], 5, "cpu")  # the pad id is also a token
-    assert queries.tolist() == [[5, 6, 7], [5, 5, 8], [5, 9, 5]]
-    assert mask.dtype == torch.bool and mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
-
-
-@pytest.mark.parametrize("max_tokens", [1, 12, 20, 45, 10**6])
-@pytest.mark.parametrize("max_padding", [0, 5, math.inf])
-@pytest.mark.parametrize("seed", range(3))
-def test_pack(algo, seed, max_tokens, max_padding):
-    rng = random.Random(seed)
-    prompts = [[100 * i + k for k in range(rng.randint(1, 9))] for i in range(14)]
-    answers = [[100 * i + 50 + k for k in range(rng.randint(1, 8))] for i in range(14)]
-    queries, query_mask = algo.left_pad(prompts, -1, "cpu")
-    responses = torch.tensor([a + [-1] * (9 - len(a)) for a in answers])  # no row fills the width
-    chosen = range(2, 13)
-    microbatches = algo.pack(
-        queries, query_mask, responses, responses >= 0, chosen, max_tokens, max_padding=max_padding
-    )
-    order = [i for mb in microbatches for i in mb.at[0].tolist()]
-    assert sorted(order) == list(chosen)
-    sizes = [len(prompts[i] + answers[i]) for i in order]
-    assert sizes == sorted(sizes, reverse=True)
-    for mb, following in zip(microbatches, microbatches[1:] + [None]):
-        (input_ids, attention_mask, t), rows = mb.inputs, mb.at[0].tolist()
-        p = input_ids.shape[1] - t
-        assert (p, t) == (max(len(prompts[i]) for i in rows), max(len(answers[i]) for i in rows))
-        lengths = [len(prompts[i] + answers[i]) for i in rows]
-        assert len(rows) * max(lengths) <= max_tokens or len(rows) == 1
-        padding = sum(max(lengths) - n for n in lengths)
-        assert padding <= max_padding
-        if following:  # no micro-batch is closed while its next row would have fitted
-            following = following.at[0].tolist()[0]
-            padding += max(lengths) - len(prompts[following] + answers[following])
-            assert (len(rows) + 1) * max(lengths) > max_tokens or padding > max_padding
-        for i, ids, mask in zip(rows, input_ids.tolist(), attention_mask.tolist()):
-            left, right = p - len(prompts[i]), t - len(answers[i])
-            assert ids == [-1] * left + prompts[i] + answers[i] + [-1] * right
-            assert mask == [0] * left + [1] * (p + t - left - right) + [0] * right
-        assert torch.equal(responses[mb.at], input_ids[:, p:])
 
 
 NUMBERS = {
@@ -480,11 +489,15 @@ def test_gsm8k_number_is_quick(algo):
 
 
 def test_reward_functions(algo):
-    responses = ["so #### 5", "#### 5.0", "#### 6", "5", "", "#### 0.1 ", "#### 9007199254740993"]
-    answers = ["2 + 3 = 5\n#### 5"] * 4 + ["no number", "#### .10", "#### 9007199254740992"]
-    assert algo.gsm8k([""] * 7, responses, answers) == [1, 1, 0, 0, 0, 1, 0]
+    responses = ["so #### 5", "#### 5.0", "#### 6", "5", "", "#### 0.1 "]
+    answers = ["2 + 3 = 5\n#### 5"] * 4 + ["no number", "#### .10"]
+    assert algo.gsm8k([""] * 6, responses, answers) == [1, 1, 0, 0, 0, 1]
     exact = algo.exact([""] * 5, [" yes\n", "Yes", "", "5", "yes no"], ["yes", "yes", "yes", 5, "yes"])
     assert exact == [1, 0, 0, 1, 0] and all(isinstance(score, float) for score in exact)
+
+
+def test_gsm8k_tells_large_numbers_apart(algo):
+    assert algo.gsm8k([""], ["#### 9007199254740993"], ["#### 9007199254740992"]) == [0]
 
 
 # --- importance weights ----------------------------------------------------------------------------------------------
@@ -503,8 +516,6 @@ def test_rollout_weights(algo):
     found = algo.rollout_weights(old, rollout, VALID, "sequence", 2.0)
     assert torch.allclose(found, torch.tensor([[2.0, 2, 2, 0], [0.055023] * 4]), atol=1e-5)
     assert algo.rollout_weights(old, rollout, VALID, "token", 10.0)[0, 2] == pytest.approx(math.exp(1.5))
-    with pytest.raises(ValueError, match="unknown level"):
-        algo.rollout_weights(old, rollout, VALID, "batch", 2.0)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -11,13 +11,14 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT
 
 NEEDED = "mkdocs", "material", "latex2mathml", "pymdownx"
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in NEEDED),
     reason="the site needs its packages: pip install -e '.[notes]'",
 )
+SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 PAGES = [f"{name}.html" for name in SCRIPTS]
 WIDE, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]

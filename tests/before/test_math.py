@@ -1,0 +1,535 @@
+"""The mathematics of the scripts against slow per-token oracles written here, and against values worked out by hand.
+
+All inputs are float64 and carry junk (9.0, NaN) on their padding. Functions that know the mask get the junk as it is;
+per-token losses get what `main` gives them, the padding zeroed before the arithmetic. In both cases gradients with
+respect to the junk must be exactly 0.
+"""
+
+import bisect
+import math
+import random
+import statistics
+import time
+from decimal import Decimal
+from itertools import product
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from .helpers_before import load_script
+
+B, T, MAX_LENGTH = 6, 7, 10
+MODES = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+
+
+@pytest.fixture(scope="module", params=["grpo_llm"])
+def algo(request):
+    """One script: both have this in the same words. The critic's functions are those of the fixture `ppo`."""
+    return load_script(request.param)
+
+
+class Case:
+    """Tensors (B,T) with junk on the padding: a row of one token, a full one, ragged ones, one with a hole in it."""
+
+    def __init__(self, seed, junk):
+        self.junk, self.random = junk, torch.Generator().manual_seed(seed)
+        lengths = [1, T] + torch.randint(2, T, (B - 2,), generator=self.random).tolist()
+        self.mask = torch.arange(T) < torch.tensor(lengths)[:, None]
+        self.mask[1, 2:4] = False
+        self.valid = [(i, t) for i, t in product(range(B), range(T)) if self.mask[i, t]]
+
+    def draw(self, scale=1.0, shift=0.0):
+        x = shift + scale * torch.randn(B, T, generator=self.random, dtype=torch.float64)
+        return torch.where(self.mask, x, self.junk)
+
+    def rows(self, x):
+        """The valid entries of every row, as Python numbers."""
+        return [x[i, self.mask[i]].tolist() for i in range(B)]
+
+    def matrix(self, f):
+        """f(i, t) at every valid token, 0 elsewhere."""
+        result = torch.zeros(B, T, dtype=torch.float64)
+        for i, t in self.valid:
+            result[i, t] = f(i, t)
+        return result
+
+
+@pytest.fixture(params=product(range(3), (9.0, math.nan)), ids=lambda p: f"seed{p[0]}-{p[1]}")
+def case(request):
+    return Case(*request.param)
+
+
+def close(actual, expected, tolerance=1e-9):
+    actual, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def double(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def slope(f, x, h=1e-6):
+    return (f(x + h) - f(x - h)) / (2 * h)
+
+
+def gradient(f, x):
+    x = x.detach().clone().requires_grad_()
+    return torch.autograd.grad(f(x).sum(), x)[0]
+
+
+def test_response_mask(algo, case):
+    golden = torch.tensor([[5, 7, 2, 2, 0], [5, 6, 7, 8, 9], [3, 1, 1, 1, 1]])
+    assert algo.make_response_mask(golden, [2, 3]).tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
+    responses = torch.randint(0, 6, (50, T), generator=case.random)
+    for eos_ids in [], [0], [1, 4], [0, 2, 5]:
+        mask = algo.make_response_mask(responses, eos_ids)
+        assert mask.dtype == torch.bool
+        for row, row_mask in zip(responses.tolist(), mask.tolist()):
+            assert row_mask == [not any(token in eos_ids for token in row[:t]) for t in range(T)]
+
+
+def test_masked_mean(algo, case):
+    x = case.draw()
+    close(algo.masked_mean(x, case.mask), statistics.fmean(x[case.mask].tolist()))
+    close(gradient(lambda x: algo.masked_mean(x, case.mask), x), case.matrix(lambda i, t: 1 / len(case.valid)))
+    empty = torch.zeros_like(case.mask)
+    assert algo.masked_mean(x, empty) == 0
+    assert (gradient(lambda x: algo.masked_mean(x, empty), x) == 0).all()
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e7])  # one-pass moments lose all digits at 1e7
+def test_masked_whiten(algo, case, shift):
+    x = case.draw(3.0, shift)
+    tokens = x[case.mask].tolist()
+    mean, variance = statistics.mean(tokens), statistics.variance(tokens)
+    whitened = algo.masked_whiten(x, case.mask)
+    close(whitened, case.matrix(lambda i, t: (x[i, t].item() - mean) / math.sqrt(variance + 1e-8)), 1e-6)
+    assert algo.masked_whiten(x.float(), case.mask).dtype == torch.float32
+
+
+def test_masked_whiten_edges(algo, case):
+    x, mask = case.draw(), torch.zeros_like(case.mask)
+    assert (algo.masked_whiten(x, mask) == 0).all()  # no token
+    mask[2, 0] = True
+    assert (algo.masked_whiten(x, mask) == 0).all()  # one token
+    assert (algo.masked_whiten(torch.where(case.mask, 5.0, x), case.mask) == 0).all()  # constant
+    # Mean 1e-4 and unbiased variance 2e-8: +-1e-4 / sqrt(2e-8 + eps) shows both the eps and where it stands.
+    pair = algo.masked_whiten(torch.tensor([[0.0, 2e-4, case.junk]]), torch.tensor([[True, True, False]]))
+    close(pair, [[-(3**-0.5), 3**-0.5, 0.0]], 1e-5)
+
+
+def test_moments(algo, case):
+    x, y = case.draw(2.0, 1e4).float(), case.draw()
+    moments = algo.Moments("cpu")
+    for part in slice(2), slice(2, B):  # micro-batches
+        moments.add("x", x[part], case.mask[part])
+    moments.add("none", y, torch.zeros_like(case.mask))
+    moments.add("one", y[1:2, :1])
+    moments.add("share", torch.tensor([True, False, False, True, True]))
+    means, stds = moments.reduce()
+    tokens = x[case.mask].tolist()
+    close([means["x"], stds["x"]], [statistics.mean(tokens), statistics.stdev(tokens)], 1e-6)
+    assert (means["none"], stds["none"]) == (0, 0)
+    assert (means["one"], stds["one"]) == (y[1, 0].item(), 0)
+    close([means["share"], stds["share"]], [0.6, 0.3**0.5])
+    wider = algo.Moments("cpu")
+    wider.add("x", pad(x, (0, 3), value=case.junk), pad(case.mask, (0, 3)))
+    close(wider.reduce()[1]["x"], stds["x"])
+
+
+@pytest.mark.parametrize("gamma, lam", [(1, 0.95), (0.99, 0.95), (0.9, 1), (1, 1), (0.9, 0), (0.5, 0.5)])
+def test_gae(ppo, case, gamma, lam):
+    """Against the sum over l of (gamma*lam)^l * delta, on the valid tokens alone: padding and holes are skipped."""
+    rewards, values = case.draw(), case.draw()
+    advantages, returns = ppo.gae(rewards, values, case.mask, gamma, lam)
+    assert (advantages[~case.mask] == 0).all() and (returns[~case.mask] == 0).all()
+    for i, (r, v) in enumerate(zip(case.rows(rewards), case.rows(values))):
+        n, a = len(r), advantages[i, case.mask[i]]
+        v = v + [0]
+        deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(n)]
+        close(a, [sum((gamma * lam) ** k * deltas[t + k] for k in range(n - t)) for t in range(n)])
+        close(returns[i, case.mask[i]], a + double(v[:n]))
+        if lam == 0:  # one-step TD
+            close(a, deltas)
+        if lam == 1:  # Monte Carlo: the return owes nothing to the critic
+            close(returns[i, case.mask[i]], [sum(gamma**k * r[t + k] for k in range(n - t)) for t in range(n)])
+
+
+@pytest.mark.parametrize("junk", [9.0, math.nan])
+def test_gae_golden(ppo, junk):
+    mask = torch.tensor([[False, False, True, True, False]])
+    rewards, values = torch.tensor([[0, 0, 0, 1, junk]]), torch.tensor([[0.2, 0.3, 0.4, 0.5, junk]])
+    advantages, returns = ppo.gae(rewards, values, mask, 0.99, 0.95)
+    close(advantages, [[0, 0, 0.56525, 0.5, 0]], 1e-6)
+    close(returns, [[0, 0, 0.96525, 1, 0]], 1e-6)
+
+
+# --- KL
+
+
+def k3(d):
+    """exp(-d) - 1 + d, and its tangent where -d is beyond 5."""
+    x = min(-d, 5)
+    return math.exp(x) - x - 1 + (math.exp(5) - 1) * (-d - x)
+
+
+# kind -> (value, gradient) as functions of d; a `+` takes the gradient of k2.
+KL = {
+    "k1": (lambda d: d, lambda d: 1),
+    "abs": (abs, lambda d: math.copysign(1, d)),
+    "k2": (lambda d: d * d / 2, lambda d: d),
+    "k3": (k3, lambda d: 1 - math.exp(min(-d, 5))),
+}
+KL |= {"k1+": (KL["k1"][0], KL["k2"][1]), "k3+": (KL["k3"][0], KL["k2"][1])}
+
+
+@pytest.mark.parametrize("kind", KL)
+def test_kl_far_apart(algo, kind):
+    """A clamp at 5, 10 or 20 would flatten k3 (no pull back) or, of x alone, turn its gradient round; exp overflows."""
+    value, grad = KL[kind]
+    for dtype, size in product((torch.float32, torch.float64), (1, 4.9, 5.1, 9, 11, 21, 100)):
+        d, tolerance = torch.tensor([size, -size], dtype=dtype), 1e-5 if dtype == torch.float32 else 1e-9
+        close(algo.kl_penalty(d, torch.zeros_like(d), kind), [value(size), value(-size)], tolerance)
+        grads = gradient(lambda x: algo.kl_penalty(x, torch.zeros_like(x), kind), d)
+        close(grads, [grad(size), grad(-size)], tolerance)
+        assert grads[0] > 0 and (kind == "k1" or grads[1] < 0)
+
+
+def test_kl_golden(algo):
+    logprobs, ref = torch.tensor([-1, -2, -0.5, -30]), torch.tensor([-1.5, -1, -0.5, -1])
+    values = [0.106531, 0.718282, 0, math.exp(5) - 6 + 24 * (math.exp(5) - 1)]
+    for kind, grads in ("k3", [0.393469, -1.718282, 0, 1 - math.exp(5)]), ("k3+", [0.5, -1, 0, -29]):
+        close(algo.kl_penalty(logprobs, ref, kind), values, 1e-5)
+        close(gradient(lambda x: algo.kl_penalty(x, ref, kind), logprobs), grads, 1e-5)
+    with pytest.raises(ValueError):
+        algo.kl_penalty(logprobs, ref, "k4")
+
+
+@pytest.mark.parametrize("kind", KL)
+@pytest.mark.parametrize("seed", range(3))
+def test_kl_expectations(algo, kind, seed):
+    """Over three tokens the expectation under pi is exact: of the value, and of the gradient that the loss follows."""
+    logits, ref_logits = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    logits.requires_grad_()
+    logprobs, ref = logits.log_softmax(0), ref_logits.log_softmax(0)
+    p, q = logprobs.exp(), ref.exp()
+    true_kl = (p * (logprobs - ref)).sum()
+    estimate = (p.detach() * algo.kl_penalty(logprobs, ref, kind)).sum()
+    if kind[:2] in ("k1", "k3"):
+        close(estimate.detach(), true_kl.detach())
+    grad, true_grad = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (estimate, true_kl))
+    if kind in ("k2", "k1+", "k3+"):
+        close(grad, true_grad)
+    elif kind == "k1":  # noise without a pull
+        close(grad, torch.zeros(3))
+        assert true_grad.abs().max() > 0.01
+    elif kind == "k3":  # pulls along the gradient of the other KL, KL(ref || pi)
+        close(grad, p - q)
+
+
+def test_adaptive_kl(algo):
+    controller = algo.AdaptiveKL(0.2, 6, 10000)
+    for kl, coef in (12, 0.201024), (6.6, 0.2015386), (3, 0.2005067), (0, 0.1994801):
+        controller.update(kl, 256)
+        close(controller.coef, coef, 1e-6)
+    for target, horizon in (0, 100), (-1, 100), (6, 0), (6, -5):
+        with pytest.raises(ValueError):
+            algo.AdaptiveKL(0.2, target, horizon)
+    with pytest.raises(ValueError):  # the coefficient could reach 0 or change its sign
+        algo.AdaptiveKL(0.2, 6, 51.2).update(3, 256)
+    algo.AdaptiveKL(0.2, 6, 51.3).update(3, 256)
+
+
+def surrogate(new, old, advantage, low, high, dual=math.inf):
+    """The clipped loss by cases: a good token gains nothing above 1 + high, a bad one nothing below 1 - low."""
+    ratio = math.exp(max(-20, min(20, new - old)))
+    if advantage >= 0:
+        return -advantage * min(ratio, 1 + high)
+    return -advantage * min(max(ratio, 1 - low), dual)
+
+
+def half_square(value, old, target, clip=math.inf):
+    clipped = max(old - clip, min(old + clip, value))
+    return max((value - target) ** 2, (clipped - target) ** 2) / 2
+
+
+# Function, number of its tensors, its other arguments, oracle. The gradient is that of the first tensor.
+CLIPS = (0.2, 0.2), (0.2, 0.6), (0.6, 0.1), (0.2, 0.2, 1.5), (0.1, 0.3, 3.0)
+LOSSES = [("policy_loss", 3, clips, surrogate) for clips in CLIPS]
+LOSSES += [("kl_penalty", 2, (kind,), lambda x, ref, kind: KL[kind][0](x - ref)) for kind in ("k1", "abs", "k2", "k3")]
+
+
+def weight(case, mode, i):
+    """The weight of a token of row i in the loss of a step that is this batch."""
+    tokens = case.mask.sum(1).tolist()
+    per_row = {"seq-mean-token-mean": tokens[i], "seq-mean-token-sum": 1, "seq-mean-token-sum-norm": MAX_LENGTH}
+    return 1 / sum(tokens) if mode == "token-mean" else 1 / (B * per_row[mode])
+
+
+def check_loss(algo, case, name, num_tensors, args, oracle, mode):
+    """Value and gradient of the aggregated loss: every token by the oracle, exactly nothing from the padding."""
+    x, *others = (case.draw() for _ in range(num_tensors))
+
+    def loss(x):
+        losses = getattr(algo, name)(*(torch.where(case.mask, y, 0) for y in (x, *others)), *args)
+        losses = torch.where(case.mask, losses, case.junk)
+        return algo.aggregate(losses, case.mask, mode, len(case.valid), B, MAX_LENGTH)
+
+    def token(i, t):
+        return lambda x: weight(case, mode, i) * oracle(x, *(y[i, t].item() for y in others), *args)
+
+    close(loss(x), case.matrix(lambda i, t: token(i, t)(x[i, t].item())).sum())
+    grads = gradient(loss, x)
+    close(grads, case.matrix(lambda i, t: slope(token(i, t), x[i, t].item())), 1e-7)
+    assert (grads[~case.mask] == 0).all()
+
+
+@pytest.mark.parametrize("name, num_tensors, args, oracle", LOSSES)
+@pytest.mark.parametrize("mode", MODES)
+def test_losses(algo, case, name, num_tensors, args, oracle, mode):
+    check_loss(algo, case, name, num_tensors, args, oracle, mode)
+
+
+@pytest.mark.parametrize("clip", [(), (0.3,)])
+def test_value_loss(ppo, case, clip):
+    check_loss(ppo, case, "value_loss", 3, clip, half_square, "token-mean")
+
+
+# Advantage, ratio; loss and slope in the log-prob; the same with dual clip 3.
+QUADRANTS = [
+    (0.5, math.exp(0.5), -0.6, 0, -0.6, 0),  # log-probs -2 and -1.5, ratio 1.65: the larger of -.825 and -.6
+    (2, 1.1, -2.2, -2.2, -2.2, -2.2),
+    (2, 1.5, -2.4, 0, -2.4, 0),
+    (2, 0.5, -1, -1, -1, -1),
+    (2, 5, -2.4, 0, -2.4, 0),
+    (-2, 0.9, 1.8, 1.8, 1.8, 1.8),
+    (-2, 1.5, 3, 3, 3, 3),
+    (-2, 0.5, 1.6, 0, 1.6, 0),
+    (-2, 5, 10, 10, 6, 0),
+    (2, math.exp(100), -2.4, 0, -2.4, 0),
+    (-2, math.exp(100), 2 * math.exp(20), 0, 6, 0),
+    (2, math.exp(-100), -2 * math.exp(-20), 0, -2 * math.exp(-20), 0),
+    (-2, math.exp(-100), 1.6, 0, 1.6, 0),
+]
+
+
+@pytest.mark.parametrize("advantage, ratio, loss, grad, dual_loss, dual_grad", QUADRANTS)
+def test_policy_loss_quadrants(algo, advantage, ratio, loss, grad, dual_loss, dual_grad):
+    new, old = double(math.log(ratio) - 1), double(-1)
+    for dual_clip, values in (None, (loss, grad)), (3.0, (dual_loss, dual_grad)):
+        args = old, double(advantage), 0.2, 0.2, dual_clip
+        close([algo.policy_loss(new, *args), gradient(lambda x: algo.policy_loss(x, *args), new)], values)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_aggregate_shares_add_up(algo, case, mode):
+    """However a step is cut, to micro-batches, ranks or widths, the shares and gradients add up to the whole."""
+    losses, counts = case.draw(), (len(case.valid), B, MAX_LENGTH)
+    whole = algo.aggregate(losses, case.mask, mode, *counts)
+    close(whole, case.matrix(lambda i, t: weight(case, mode, i) * losses[i, t].item()).sum())
+
+    def cut(x):
+        total = 0
+        for rows in [0], [1, 2], [3, 4, 5]:
+            width = max(t + 1 for i, t in case.valid if i in rows)
+            total = total + algo.aggregate(x[rows, :width], case.mask[rows, :width], mode, *counts)
+        return total
+
+    def wider(x):
+        return algo.aggregate(pad(x, (0, 5), value=case.junk), pad(case.mask, (0, 5)), mode, *counts)
+
+    for f in cut, wider:
+        close(f(losses), whole)
+        close(gradient(f, losses), case.matrix(lambda i, t: weight(case, mode, i)))
+    empty = torch.zeros_like(case.mask)  # a rank whose rows are all masked, in a full step and in an empty one
+    for counts in (len(case.valid), B, MAX_LENGTH), (0, 0, MAX_LENGTH):
+        assert algo.aggregate(losses, empty, mode, *counts) == 0
+        assert (gradient(lambda x: algo.aggregate(x, empty, mode, *counts), losses) == 0).all()
+    with pytest.raises(ValueError):
+        algo.aggregate(losses, case.mask, "mean", *counts)
+
+
+def test_schedule(algo):
+    def factors(kind, total, warmup):
+        return [algo.schedule(kind, i, total, warmup) for i in range(1, total + 1)]
+
+    close(factors("constant", 4, 0), [1, 1, 1, 1])
+    close(factors("linear", 4, 0), [1, 0.75, 0.5, 0.25])
+    close(factors("cosine", 4, 0), [1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2])
+    close(factors("constant", 5, 2), [0.5, 1, 1, 1, 1])
+    close(factors("linear", 6, 2), [0.5, 1, 1, 0.75, 0.5, 0.25])
+    close(factors("cosine", 4, 2), [0.5, 1, 1, 0.5])
+    close(factors("linear", 2, 2), [0.5, 1])  # nothing but warm-up
+
+
+def kept_tokens(probs, top_p, top_k):
+    """The k likeliest tokens, and of their renormalised distribution the smallest set that holds top_p."""
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k or None]
+    total, kept, mass = sum(probs[token] for token in order), [], 0.0
+    while mass < top_p * total and len(kept) < len(order):
+        kept.append(order[len(kept)])
+        mass += probs[kept[-1]]
+    return kept, mass
+
+
+SAMPLERS = [(1, 1, 0), (0.5, 1, 0), (2, 1, 4), (1, 1, 99), (1, 0.6, 0), (0.7, 0.9, 0), (1, 0.05, 0), (1, 0.7, 5)]
+
+
+@pytest.mark.parametrize("temperature, top_p, top_k", SAMPLERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_sample_tokens(algo, seed, temperature, top_p, top_k):
+    """An even grid of uniforms gives every token its probability to within one grid step, in the order of the ids."""
+    n, logits = 2000, 1.5 * torch.randn(12, generator=torch.Generator().manual_seed(seed))
+    uniforms = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    tokens, logprobs = algo.sample_tokens(logits.expand(n, -1), uniforms, temperature, top_p, top_k)
+    weights = [math.exp(x / temperature) for x in logits.tolist()]
+    probs = [w / sum(weights) for w in weights]
+    kept, mass = kept_tokens(probs, top_p, top_k)
+    for token in range(12):
+        expected = n * probs[token] / mass if token in kept else 0
+        assert abs((tokens == token).sum() - expected) <= (1 if token in kept else 0)
+    assert (tokens.diff() >= 0).all()
+    close(logprobs, [math.log(probs[token] / mass) for token in tokens.tolist()], 1e-5)
+
+
+def test_sample_tokens_rows(algo):
+    """Every row uses its own logits and uniform, and temperature 0 takes the likeliest token."""
+    random = torch.Generator().manual_seed(0)
+    logits, uniforms = 2 * torch.randn(64, 9, generator=random), torch.rand(64, generator=random, dtype=torch.float64)
+    tokens, logprobs = algo.sample_tokens(logits, uniforms, 1.0, 1.0, 0)
+    greedy, greedy_logprobs = algo.sample_tokens(logits, uniforms, 0, 1.0, 0)
+    for i, row in enumerate(logits.double().softmax(-1).tolist()):
+        assert tokens[i] == bisect.bisect_right([sum(row[: k + 1]) for k in range(9)], uniforms[i].item())
+        assert greedy[i] == row.index(max(row))
+        close([logprobs[i].exp(), greedy_logprobs[i].exp()], [row[tokens[i]], max(row)], 1e-5)
+
+
+def test_sample_tokens_extremes(algo):
+    """The ends of [0,1) never pick an impossible token, wherever rounding puts the sum of the probabilities."""
+    logits = torch.randn(1000, 40, generator=torch.Generator().manual_seed(0))
+    logits[:, [0, 1, 7, 38, 39]] = -torch.inf
+    for (top_p, top_k), uniform in product([(1.0, 0), (1.0, 3), (0.5, 0)], (0.0, 1 - 1e-16)):
+        assert uniform < 1
+        tokens, logprobs = algo.sample_tokens(logits, double([uniform] * 1000), 1.0, top_p, top_k)
+        assert logprobs.isfinite().all() and logits.gather(1, tokens[:, None]).isfinite().all()
+    # Eight tokens share the last 1.6e-8 of the probability, less than fp32 resolves next to 1.
+    logits = torch.tensor([0.0] + [-20.0] * 8)
+    uniforms = 1 - math.exp(-20) * (7.5 - torch.arange(8, dtype=torch.float64))
+    tokens, _ = algo.sample_tokens(logits.expand(8, -1), uniforms, 1.0, 1.0, 0)
+    assert tokens.tolist() == list(range(1, 9))
+
+
+def test_left_pad(algo):
+    queries, mask = algo.left_pad([[5, 6, 7], [8], [9, 5]], 5, "cpu")  # the pad id is also a token
+    assert queries.tolist() == [[5, 6, 7], [5, 5, 8], [5, 9, 5]]
+    assert mask.dtype == torch.bool and mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12, 20, 45, 10**6])
+@pytest.mark.parametrize("max_padding", [0, 5, math.inf])
+@pytest.mark.parametrize("seed", range(3))
+def test_pack(algo, seed, max_tokens, max_padding):
+    rng = random.Random(seed)
+    prompts = [[100 * i + k for k in range(rng.randint(1, 9))] for i in range(14)]
+    answers = [[100 * i + 50 + k for k in range(rng.randint(1, 8))] for i in range(14)]
+    queries, query_mask = algo.left_pad(prompts, -1, "cpu")
+    responses = torch.tensor([a + [-1] * (9 - len(a)) for a in answers])  # no row fills the width
+    chosen = range(2, 13)
+    microbatches = algo.pack(
+        queries, query_mask, responses, responses >= 0, chosen, max_tokens, max_padding=max_padding
+    )
+    order = [i for mb in microbatches for i in mb.at[0].tolist()]
+    assert sorted(order) == list(chosen)
+    sizes = [len(prompts[i] + answers[i]) for i in order]
+    assert sizes == sorted(sizes, reverse=True)
+    for mb, following in zip(microbatches, microbatches[1:] + [None]):
+        (input_ids, attention_mask, t), rows = mb.inputs, mb.at[0].tolist()
+        p = input_ids.shape[1] - t
+        assert (p, t) == (max(len(prompts[i]) for i in rows), max(len(answers[i]) for i in rows))
+        lengths = [len(prompts[i] + answers[i]) for i in rows]
+        assert len(rows) * max(lengths) <= max_tokens or len(rows) == 1
+        padding = sum(max(lengths) - n for n in lengths)
+        assert padding <= max_padding
+        if following:  # no micro-batch is closed while its next row would have fitted
+            following = following.at[0].tolist()[0]
+            padding += max(lengths) - len(prompts[following] + answers[following])
+            assert (len(rows) + 1) * max(lengths) > max_tokens or padding > max_padding
+        for i, ids, mask in zip(rows, input_ids.tolist(), attention_mask.tolist()):
+            left, right = p - len(prompts[i]), t - len(answers[i])
+            assert ids == [-1] * left + prompts[i] + answers[i] + [-1] * right
+            assert mask == [0] * left + [1] * (p + t - left - right) + [0] * right
+        assert torch.equal(responses[mb.at], input_ids[:, p:])
+
+
+NUMBERS = {
+    5: "#### 5|####5|a\n####\n5\n|#### +5|#### 5.0|#### 5.|#### 5,|#### 5 apples|#### 5%|#### 005|5 #### 7 #### 5 9",
+    -5: "#### -5|#### - 5|#### -5.|#### -$5|#### $-5|#### -5.00",
+    7: "#### $7|#### €7|#### $ 7|#### £7.|#### 8, no, #### 7",
+    1234: "#### 1,234|#### $1,234.00|#### +1,234.",
+    1234567.5: "#### 1,234,567.50",
+    0.5: "#### .5|#### 0.5|#### $.50",
+    None: "|5|### 5|####|#### |#### five|#### .|#### -|#### $,|#### x 5|#### 7 ####",
+}
+
+
+@pytest.mark.parametrize("text, number", [(text, n) for n, texts in NUMBERS.items() for text in texts.split("|")])
+def test_gsm8k_number(algo, text, number):
+    found = algo.gsm8k_number(text)
+    assert found == number and isinstance(found, Decimal | None)
+
+
+def test_gsm8k_number_is_quick(algo):
+    """A model that has gone wrong may write nothing but white space after the mark."""
+    for filler in " ", "\n", "-", ",", "1", "1,", "$ ":
+        start = time.process_time()
+        algo.gsm8k_number("####" + filler * 500 + "x")
+        assert time.process_time() - start < 0.2, repr(filler)
+
+
+def test_reward_functions(algo):
+    responses = ["so #### 5", "#### 5.0", "#### 6", "5", "", "#### 0.1 ", "#### 9007199254740993"]
+    answers = ["2 + 3 = 5\n#### 5"] * 4 + ["no number", "#### .10", "#### 9007199254740992"]
+    assert algo.gsm8k([""] * 7, responses, answers) == [1, 1, 0, 0, 0, 1, 0]
+    exact = algo.exact([""] * 5, [" yes\n", "Yes", "", "5", "yes no"], ["yes", "yes", "yes", 5, "yes"])
+    assert exact == [1, 0, 0, 1, 0] and all(isinstance(score, float) for score in exact)
+
+
+# --- importance weights ----------------------------------------------------------------------------------------------
+
+GAPS = torch.tensor([[0.5, -0.5, 1.5, 9.0], [-3.0, 0.1, 0.0, 0.0]])
+VALID = torch.tensor([[True, True, True, False], [True] * 4])
+
+
+def test_rollout_weights(algo):
+    """Worked by hand: e^.5, e^-.5, e^1.5 cut at 2; e^-3, e^.1, 1, 1. Sequences: e^1.5 cut at 2; e^-2.9."""
+    rollout = torch.tensor([[-1.0, -2.0, -3.0, float("nan")], [-1.0, -2.0, -3.0, -4.0]])
+    old = rollout + GAPS
+    found = algo.rollout_weights(old, rollout, VALID, "token", 2.0)
+    expected = torch.tensor([[1.6487, 0.6065, 2.0, 0.0], [0.0498, 1.1052, 1.0, 1.0]])
+    assert torch.allclose(found, expected, atol=1e-4)
+    found = algo.rollout_weights(old, rollout, VALID, "sequence", 2.0)
+    assert torch.allclose(found, torch.tensor([[2.0, 2, 2, 0], [0.055023] * 4]), atol=1e-5)
+    assert algo.rollout_weights(old, rollout, VALID, "token", 10.0)[0, 2] == pytest.approx(math.exp(1.5))
+    with pytest.raises(ValueError, match="unknown level"):
+        algo.rollout_weights(old, rollout, VALID, "batch", 2.0)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rollout_weights_are_finite_and_carry_no_gradient(algo, level):
+    old = torch.tensor([[-1.0, 200.0], [-300.0, 0.0]], requires_grad=True)
+    found = algo.rollout_weights(old, torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), level, 1e12)
+    assert found.isfinite().all() and not found.requires_grad and (found > 0).all()
+    assert found.max() == pytest.approx(math.exp(20))
+    one = algo.rollout_weights(old, old.detach(), torch.ones(2, 2, dtype=torch.bool), level, 2.0)
+    assert torch.equal(one, torch.ones(2, 2))
+
+
+def test_truncated_weights_remove_the_bias_of_another_sampler(algo):
+    """Exact expectation over three tokens: sum_a q(a) * min(p/q, cap) * x(a) is that under p while no weight is cut."""
+    p, q, x = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.3, 0.3, 0.4]]), torch.tensor([[1.0, 5.0, -2.0]])
+    weights = algo.rollout_weights(p.log(), q.log(), torch.ones(1, 3, dtype=torch.bool), "token", 2.0)
+    assert (q * weights * x).sum() == pytest.approx((p * x).sum().item(), abs=1e-6)
+    assert (q * x).sum() != pytest.approx((p * x).sum().item(), abs=0.1)
+    capped = algo.rollout_weights(p.log(), q.log(), torch.ones(1, 3, dtype=torch.bool), "token", 1.2)
+    assert capped[0].tolist() == pytest.approx([1.2, 1.0, 0.5])
