@@ -28,7 +28,7 @@ WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embedding
 WORKER = """
 import json, os, sys
 sys.path.insert(0, {root!r})
-import torch, tyro
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 import {script} as algo
 algo.save_models = lambda *args: None
@@ -41,7 +41,7 @@ def measure(optimizer, *_):
     state[id(optimizer)] = sum(x.nbytes for x in tensors)
 
 register_optimizer_step_post_hook(measure)
-run_dir = algo.main(tyro.cli(algo.Args))
+run_dir = algo.main(algo.parse_args())
 (line,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 rank = os.environ.get("RANK", "0")
 seconds = [json.loads(line).get("time/iteration") for line in open(run_dir / "metrics.jsonl")][-1]
@@ -75,8 +75,9 @@ def measure(script, model, processes, flags):
             *learning.LAUNCH.split(),
         ]
         command += ["--main_process_port", "0", str(worker), "--model", str(model), "--output-dir", f"{folder}/runs"]
-        command += ["--eval-dataset", f"{folder}/eval.jsonl", *flags.split()]
-        first = (ROOT / "benchmarks" / "tiny" / "test.jsonl").read_text().splitlines()[0]
+        tiny = ROOT / "benchmarks" / "tiny"
+        command += ["--dataset", f"{tiny}/train.jsonl", "--eval-dataset", f"{folder}/eval.jsonl", *flags.split()]
+        first = (tiny / "test.jsonl").read_text().splitlines()[0]
         (Path(folder) / "eval.jsonl").write_text(first + "\n")
         # What is freed goes back to the system at once, so that the peak is what was needed at one time.
         env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -90,13 +91,10 @@ def table(header, lines):
 
 def compare_lora(model):
     make_model(model, WIDE)
-    flags = (
-        "--total-iterations 2 --eval-every 0 --batch-size 8 --minibatch-size 8 --max-response-length 16 --group-size"
-    )
+    flags = "--total-iterations 2 --eval-every 0 --batch-size 8 --minibatch-size 8 --max-response-length 16"
     lines = []
     for script in SCRIPTS:
-        sizes = f"{flags} {8 if script == 'grpo_llm' else 1} --microbatch-tokens 256"
-        sizes += " --kl-reward-coef 0.001"
+        sizes = f"{flags} --microbatch-tokens 256 --kl-reward-coef 0.001" + " --group-size 8" * (script == "grpo_llm")
         (full,), (lora,) = (measure(script, model, 1, f"{sizes} {extra}") for extra in ("", "--lora-rank 8"))
         cells = [f"{x / 2**20:,.0f} MiB" for x in (full["trained"], lora["trained"], full["peak"], lora["peak"])]
         ratios = f"{lora['trained'] / full['trained']:.3f}", f"{lora['peak'] / full['peak']:.2f}"
@@ -111,7 +109,8 @@ def run_qwen(model):
     lines = []
     for script, processes, extra in [*((s, 1, "") for s in SCRIPTS), ("ppo_llm_fsdp", 2, "--rollout-params sharded")]:
         group = 4 if script == "grpo_llm" else 1
-        sizes = f"--batch-size {4 // group} --group-size {group} --minibatch-size 4 --kl-reward-coef 0.001"
+        sizes = f"--batch-size {4 // group} --minibatch-size 4 --kl-reward-coef 0.001"
+        sizes += " --group-size 4" * (script == "grpo_llm")
         found = measure(script, model, processes, f"{flags} {sizes} {extra}")
         peaks = [x["peak"] / 2**30 for x in found]
         cells = [f"{script}.py {extra}", str(processes), " + ".join(f"{peak:.1f}" for peak in peaks)]

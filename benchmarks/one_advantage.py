@@ -20,8 +20,8 @@ import ppo_llm
 
 def one_per_response(rewards, values, mask, at):
     """In place of `gae`: (advantages, returns), (B,T), not whitened, 0 if masked; only one value per row is trained."""
-    total, last = torch.where(mask, rewards, 0).sum(1, keepdim=True), mask.sum(1, keepdim=True) - 1  # (B,1)
-    place = last if at == "last" else torch.zeros_like(last)
+    total = torch.where(mask, rewards, 0).sum(1, keepdim=True)  # (B,1)
+    place = mask.cumsum(1).argmax(1, keepdim=True) if at == "last" else mask.int().argmax(1, keepdim=True)
     trained = torch.arange(mask.shape[1], device=mask.device) == place  # (B,T)
     returns = torch.where(trained, total, values)  # the others are to stay as they were
     return torch.where(mask, total - values.gather(1, place), 0), torch.where(mask, returns, 0)
@@ -32,5 +32,4 @@ if __name__ == "__main__":
     parser.add_argument("--at", choices=["first", "last"], default="first")
     own, sys.argv[1:] = parser.parse_known_args()
     ppo_llm.gae = lambda rewards, values, mask, gamma, lam: one_per_response(rewards, values, mask, own.at)
-    with ppo_llm.others_answer():
-        ppo_llm.main(ppo_llm.parse_args(), ppo_llm.stop_on_signals())
+    ppo_llm.main(ppo_llm.parse_args())

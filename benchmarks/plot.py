@@ -49,7 +49,11 @@ def read_run(folder):
         args, prompts = json.loads((folder / "args.json").read_text()), 0
         for row in rows:
             prompts += row.get("group/generated", args["batch_size"]) if row["step"] > 0 else 0
-            row["responses"] = prompts * args["group_size"]
+            row["responses"] = prompts * args.get("group_size", 1)
+    elapsed = 0.0
+    for row in rows:
+        elapsed += row.get("time/iteration", 0.0) + row.get("time/eval", 0.0)
+        row.setdefault("time/elapsed", elapsed)
     return rows
 
 

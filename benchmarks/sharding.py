@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import tyro
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -93,7 +92,8 @@ def worker(script, output, flags):
     flags = [flag for flag in flags if flag not in ("--memory", "--time-ddp")]
     if measure:
         register_optimizer_step_post_hook(lambda *_: sizes.append(live_bytes()))
-    run_dir = algo.main(tyro.cli(algo.Args, args=flags))
+    sys.argv[1:] = flags
+    run_dir = algo.main(algo.parse_args())
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     found = {"communication": seconds, "bytes": max(sizes, default=0), "largest": largest_size(), "rows": rows}
     Path(f"{output}-{os.environ['RANK']}.json").write_text(json.dumps(found))
@@ -194,6 +194,7 @@ def main():
         wide += ["--max-response-length", "16", "--lr", "1e-6", "--critic-lr", "1e-6"]
         rows = (ROOT / "benchmarks" / "tiny" / "test.jsonl").read_text().splitlines(keepends=True)
         (folder / "eval.jsonl").write_text("".join(rows[:8]))
+        wide += ["--dataset", str(ROOT / "benchmarks" / "tiny" / "train.jsonl")]
         wide += ["--eval-dataset", str(folder / "eval.jsonl")]
         memory = compare_memory(folder, [*wide, "--total-iterations", "1"], size)
         print(memory)

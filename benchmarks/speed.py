@@ -120,13 +120,31 @@ def make_rows(size):
 
 
 def launch(python, processes, *command):
-    """Runs it to the end; its console, if it fails. OMP_NUM_THREADS is 1: a process is a core."""
+    """Runs it to the end: bytes of the largest process. OMP_NUM_THREADS is 1: a process is a core."""
     several = ["--multi_gpu"] if processes > 1 else []
     words = [str(Path(python).with_name("accelerate")), "launch", *several, "--num_processes", str(processes)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    run = subprocess.run([*words, *LAUNCH.split(), *map(str, command)], capture_output=True, text=True, env=env)
-    if run.returncode:
-        sys.exit(f"{' '.join(map(str, command))}\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}")
+    with tempfile.TemporaryFile("w+") as console:
+        words += [*LAUNCH.split(), *map(str, command)]
+        run = subprocess.Popen(words, stdout=console, stderr=subprocess.STDOUT, env=env)
+        _, status, usage = os.wait4(run.pid, 0)
+        run.returncode = os.waitstatus_to_exitcode(status)
+        if run.returncode:
+            console.seek(0)
+            sys.exit(f"{' '.join(map(str, command))}\n{console.read()[-6000:]}")
+    return 1024 * usage.ru_maxrss
+
+
+def count_tokens(task, step, length_mean):
+    """Of prompts and responses in an iteration of ppo_llm.py, which does not say."""
+    import transformers
+
+    sys.path.insert(0, str(ROOT))
+    from ppo_llm import draw_prompts
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(task["model"])
+    drawn = draw_prompts([row["prompt"] for row in task["rows"]], (step - 1) * task["prompts"], task["prompts"], 1)
+    return sum(map(len, tokenizer(drawn)["input_ids"])) + round(length_mean * task["prompts"])
 
 
 def run_ours(script, flags, task, folder, file=None, before=()):
@@ -143,23 +161,26 @@ def run_ours(script, flags, task, folder, file=None, before=()):
         (folder / "one.jsonl").write_text(json.dumps(task["rows"][0]) + "\n")
     num_responses = task["prompts"] * task["group_size"]
     words = f"--model {task['model']} --dataset {folder}/rows.jsonl --eval-dataset {folder}/one.jsonl --reward exact"
-    words += f" --chat-template none --batch-size {task['prompts']} --group-size {task['group_size']} --minibatch-size"
-    words += (
-        f" {num_responses // task['steps']} --max-response-length {task['length']} --max-prompt-length 512 --lr {LR}"
-    )
+    words += f" --chat-template none --batch-size {task['prompts']} --minibatch-size {num_responses // task['steps']}"
+    words += f" --max-response-length {task['length']} --max-prompt-length 512 --lr {LR}"
+    # On CPUs small passes are as fast as large ones, and have less padding; grpo_llm.py sees to it by itself.
+    small = " --microbatch-tokens 1024" * (not Path("/dev/nvidia0").exists())
+    words += small if script == "ppo_llm" else f" --group-size {task['group_size']}"
     words += f" --total-iterations {task['iterations']} --eval-every 0 --save-every 0 --track none --run-name {name}"
     words += f" --output-dir {folder} {flags}"
-    launch(sys.executable, task["processes"], file, *before, *words.split())
+    peak = launch(sys.executable, task["processes"], file, *before, *words.split())
     lines, result = read_lines(folder / name / "metrics.jsonl"), []
     for before, now in itertools.pairwise(lines[:-1]):  # the last one evaluates
-        seconds = now["time/elapsed"] - before["time/elapsed"]
-        tokens = round(now["throughput/tokens_per_second"] * now["time/iteration"])
+        seconds, tokens = now["time/iteration"], now.get("throughput/tokens_per_second", 0) * now["time/iteration"]
+        if "time/elapsed" in now:
+            seconds = now["time/elapsed"] - before["time/elapsed"]
+        tokens = round(tokens) or count_tokens(task, now["step"], now["response/length_mean"])
         work = {"tokens": tokens, "responses": num_responses, "optimizer_steps": task["steps"]}
         phases = {
             key: now[key] for key in now if re.fullmatch("time/(rollout|reward|logprobs|values|actor|critic)", key)
         }
         result.append({"seconds": seconds, "rollout": now["time/rollout"]} | work | phases)
-    return result, lines[-1]["memory/peak_gib"] * 2**30
+    return result, lines[-1]["memory/peak_gib"] * 2**30 or peak
 
 
 def run_peer(python, trainer, task, folder):
@@ -224,7 +245,7 @@ ROLLOUT = """
 import json, sys, time
 sys.path.insert(0, {root!r})
 import torch, transformers
-import ppo_llm as algo
+import grpo_llm, ppo_llm
 
 transformers.utils.logging.set_verbosity_error()
 torch.set_num_threads(1)
@@ -234,20 +255,22 @@ tokenizer = transformers.AutoTokenizer.from_pretrained(task["model"])
 dtype = torch.bfloat16 if device == "cuda" else torch.float32
 model = transformers.AutoModelForCausalLM.from_pretrained(task["model"], dtype=dtype).to(device)
 ids = tokenizer(task["prompts"])["input_ids"]
-queries, query_mask = algo.left_pad(ids, tokenizer.pad_token_id, device)
+queries, query_mask = grpo_llm.left_pad(ids, tokenizer.pad_token_id, device)
 eos, group, length = [tokenizer.eos_token_id], task["group_size"], task["length"]
 options = {{"max_new_tokens": length, "do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}}
 
 def ours(number):
     noise = torch.rand(len(ids) * group, length, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-    responses, _ = algo.generate(model, queries, query_mask, noise.to(device), eos, tokenizer.pad_token_id)
-    return int(algo.make_response_mask(responses, eos).sum())
+    if group == 1:
+        return sum(len(x.ids) for x in ppo_llm.generate(model, ids, noise.to(device), eos, 1.0, 1.0, 0))
+    responses, _ = grpo_llm.generate(model, queries, query_mask, noise.to(device), eos, tokenizer.pad_token_id)
+    return int(grpo_llm.make_response_mask(responses, eos).sum())
 
 def generate(number):
     torch.manual_seed(number)
     inputs = {{"input_ids": queries, "attention_mask": query_mask.long()}}
     output = model.generate(**inputs, **options, num_return_sequences=group, eos_token_id=eos)
-    return int(algo.make_response_mask(output[:, queries.shape[1]:], eos).sum())
+    return int(grpo_llm.make_response_mask(output[:, queries.shape[1]:], eos).sum())
 
 def generate_batch(number):
     torch.manual_seed(number)
@@ -304,11 +327,12 @@ kind, torch_seed = sys.argv[1], torch.manual_seed(0)
 shape = {{"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2}}
 shape |= {{"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}}
 model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**shape))
-policy = algo.Policy(model).train()
+policy = algo.Policy(model, temperature=1.0).train()
 for parameter in policy.parameters():
     parameter.grad = torch.zeros_like(parameter)
-ids = torch.randint(0, 151_936, (8, 32 + 512), generator=torch.Generator().manual_seed(1))
-mask, weights = torch.ones_like(ids), torch.randn(8, 512, generator=torch.Generator().manual_seed(2)) / 4096
+tokens = torch.randint(0, 151_936, (8, 32 + 512), generator=torch.Generator().manual_seed(1))
+mask = (torch.arange(544) >= 31) & (torch.arange(544) < 543) & torch.ones_like(tokens).bool()  # 512 actions in each row
+weights = torch.randn(4096, generator=torch.Generator().manual_seed(2)) / 4096
 
 def resident(what):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(what))
@@ -316,11 +340,11 @@ def resident(what):
 before = resident("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
 if kind == "ours":
-    logprobs, _ = policy(ids, mask, 512, 1.0)
+    logprobs = policy(tokens, mask)[0][mask]
 else:
-    hidden = algo.response_states(model.base_model, ids, mask, 512)
+    hidden = model.base_model(tokens, use_cache=False).last_hidden_state[mask]
     logits = model.get_output_embeddings()(hidden).float()  # (4096,V)
-    logprobs = logits.log_softmax(-1).gather(-1, ids[:, -512:].reshape(-1, 1)).view(8, 512)
+    logprobs = logits.log_softmax(-1).gather(-1, tokens.roll(-1, 1)[mask][:, None]).squeeze(1)
 (logprobs * weights).sum().backward()
 print(json.dumps({{"peak": resident("VmHWM") - before}}))
 torch.save({{name: p.grad for name, p in policy.named_parameters()}}, sys.argv[2])
@@ -379,16 +403,18 @@ def scaling(args):
 
 
 def start(args):
-    """Seconds from the launch, as the README prints it, to the sentence that the evaluation begins."""
+    """Seconds from the launch to the sentence before the evaluation, or that it begins."""
+    says = {"ppo_llm": "  run folder"}
     for script in ("ppo_llm", "grpo_llm", "ppo_llm_fsdp"):
         for number in range(args.rounds):
             with tempfile.TemporaryDirectory() as folder:
                 words = [str(Path(sys.executable).with_name("accelerate")), "launch", "--multi_gpu", "--num_processes"]
                 words += ["2", *LAUNCH.split(), str(ROOT / f"{script}.py"), "--output-dir", folder]
                 begin = time.perf_counter()
-                run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+                env = os.environ | {"PYTHONUNBUFFERED": "1"}
+                run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
                 for line in run.stdout:
-                    if "evaluation before training begins" in line:
+                    if says.get(script, "evaluation before training begins") in line:
                         record("start", name=script, round=number, seconds=time.perf_counter() - begin)
                         break
                 run.terminate()
@@ -466,11 +492,8 @@ print(json.dumps(seconds))
 
 
 def profile(args):
-    """One process, the embedded task."""
-    for script, flags in (
-        ("grpo_llm", f"--kl-loss-coef {BETA} --kl-reward-coef 0"),
-        ("ppo_llm", f"--kl-reward-coef {BETA}"),
-    ):
+    """One process, the embedded task; a phase of ppo_llm.py is no block, so it is left out."""
+    for script, flags in (("grpo_llm", f"--kl-loss-coef {BETA} --kl-reward-coef 0"),):
         with tempfile.TemporaryDirectory() as folder:
             source = (ROOT / f"{script}.py").read_text()
             old = "        begin = time.perf_counter()\n        yield\n"

@@ -47,13 +47,20 @@ def produce(name, folder):
     script, *flags = shlex.split(SYMPTOMS[name])
     command = [sys.executable, str(ROOT / script), *flags, "--output-dir", str(folder), "--run-name", "run"]
     command += ["--track", "none", "--save-every", "1000"]
-    run = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    with open(folder / "errors.txt", "w") as errors:
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        run = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=errors)
+        _, status, usage = os.wait4(run.pid, 0)
+    run.returncode = code = os.waitstatus_to_exitcode(status)
     if (folder / "run" / "metrics.jsonl").is_file():
-        write_compact(plot.read_run(folder / "run"), RESULTS / f"{name}.csv")
-    if run.returncode != 0:
-        last = run.stderr.strip().splitlines()[-1].replace(str(folder / "run"), f"runs/{name}")
-        (RESULTS / f"{name}.txt").write_text(last + "\n")
-    return run.returncode
+        rows = plot.read_run(folder / "run")
+        if not rows[-1].get("memory/peak_gib"):  # ppo_llm.py measures that of a GPU only
+            rows[-1]["memory/peak_gib"] = usage.ru_maxrss / 2**20
+        write_compact(rows, RESULTS / f"{name}.csv")
+    if code != 0:
+        last = (folder / "errors.txt").read_text().strip().splitlines()[-1]
+        (RESULTS / f"{name}.txt").write_text(last.replace(str(folder / "run"), f"runs/{name}") + "\n")
+    return code
 
 
 def main():

@@ -346,11 +346,12 @@ def write_pages(docs):
         (docs / f"{name}.md").write_text(f"{HEAD.format('navigation')}{diff_page(name)}")
     (docs / "site.css").write_text(STYLE)
     (docs / "worker.js").write_text(WORKER)
+    differences = [{f"{SCRIPTS[old]} → {SCRIPTS[new]}": f"{name}.md"} for name, (old, new) in DIFFS.items()]
     return [
         {"Home": "index.md"},
         {"Notes": [{re.match("# (.*)", x.read_text())[1]: x.name} for x in chapters]},
         {"Scripts": [{title: f"{name}.md"} for name, title in SCRIPTS.items()]},
-        {"Differences": [{f"{SCRIPTS[old]} → {SCRIPTS[new]}": f"{name}.md"} for name, (old, new) in DIFFS.items()]},
+        *([{"Differences": differences}] if differences else []),
         {"The project": "project.md"},
     ]
 

@@ -58,7 +58,7 @@ def phases():
     arrow((16, 33), (28, 33))
     arrow((16, 14), (28, 14))
     arrow((46, 52), (63, 52), text="responses", at=(55, 53.5))
-    arrow((42, 48), (42, 37), text="responses,\nresponse_mask", at=(50, 43.3), ha="left")
+    arrow((42, 48), (42, 37), text="tokens,\nmask", at=(50, 43.3), ha="left")
     arrow((71.5, 48), (71.5, 37), text="scores", at=(72.5, 43), ha="left")
     arrow((46, 33), (63, 33), text="old_logprobs,\nref_logprobs", at=(56, 35.6))
     arrow((46, 14), (68, 14), (68, 29), text="values", at=(55, 15.5))
@@ -78,12 +78,13 @@ def phases():
 
 def credit():
     """True values of the embedded model, by 300 continuations from every beginning, and what follows from them."""
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ppo_llm import collect_eos_ids, decode, gae, generate, gsm8k, load_causal_lm, make_response_mask
+    from ppo_llm import collect_eos_ids, gae, generate, gsm8k, load_model
 
     folder = ROOT / "benchmarks" / "tiny"
-    tokenizer, model = AutoTokenizer.from_pretrained(folder / "model"), load_causal_lm(str(folder / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = load_model(str(folder / "model"), AutoModelForCausalLM)
     eos_ids = collect_eos_ids(model, tokenizer)
     row = json.loads((folder / "train.jsonl").read_text().splitlines()[2])
     prompt = tokenizer(row["question"])["input_ids"]
@@ -93,11 +94,9 @@ def credit():
         score = gsm8k(None, [text], [row["answer"]])[0]
         values = []
         for t in range(len(response)):
-            ids = torch.tensor([prompt + response[:t]])
             noise = torch.rand(300, 40, generator=torch.Generator().manual_seed(t), dtype=torch.float64)
-            ends, _ = generate(model, ids, torch.ones_like(ids).bool(), noise, eos_ids, 0)
-            ends = torch.cat([torch.tensor([response[:t]], dtype=ends.dtype).expand(300, -1), ends], 1)
-            texts = decode(tokenizer, ends, make_response_mask(ends, eos_ids))
+            ends = generate(model, [prompt + response[:t]] * 300, noise, eos_ids, 1.0, 1.0, 0)
+            texts = [tokenizer.decode(response[:t] + end.ids, skip_special_tokens=True) for end in ends]
             values.append(sum(gsm8k(None, texts, [row["answer"]] * 300)) / 300)
         values = torch.tensor([values])
         rewards = torch.zeros_like(values)

@@ -30,13 +30,13 @@ def quadrants():
         advantages = torch.full_like(ratio, advantage)
         old = torch.zeros_like(ratio)
         axes.plot(ratio, -advantages * ratio, color="#888888", lw=1, ls=":", label="without a clip: -A * ratio")
-        axes.plot(ratio, policy_loss(ratio.log(), old, advantages, 0.2, 0.2), "k-", lw=1.8, label="policy_loss")
+        axes.plot(ratio, policy_loss(ratio.log(), old, advantages, 0.2, 0.2)[0], "k-", lw=1.8, label="policy_loss")
         flat, words = ((1.2, 4), "no gradient") if advantage > 0 else ((0, 0.8), "no\ngradient")
         axes.axvspan(*flat, facecolor="#e6e6e6", hatch="//", edgecolor="#bbbbbb", lw=0)
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
         axes.text(sum(flat) / 2, -3.3 if advantage > 0 else 3.0, words, ha="center", fontsize=9, bbox=box)
         if advantage < 0:
-            dual = policy_loss(ratio.log(), old, advantages, 0.2, 0.2, dual_clip=3.0)
+            dual = policy_loss(ratio.log(), old, advantages, 0.2, 0.2, dual_clip=3.0)[0]
             axes.plot(ratio, dual, color="#1f5fa8", lw=1.8, ls="--", label="with --dual-clip 3")
         axes.axvline(1, color="black", lw=0.6)
         axes.plot(1, -advantage, "ko", ms=6)
@@ -65,7 +65,7 @@ def many_steps(clip_low, clip_high, steps=128, num_bandits=300, num_actions=50, 
         logprobs = logits.log_softmax(1).gather(1, actions)
         promised.append(((logprobs - old).exp() * advantages).mean().item())
         gained.append(((logits.softmax(1) - begin) * truth).sum(1).mean().item())
-        loss = policy_loss(logprobs, old, advantages, clip_low, clip_high).mean(1).sum()
+        loss = policy_loss(logprobs, old, advantages, clip_low, clip_high)[0].mean(1).sum()
         logits = (logits - torch.autograd.grad(loss, logits)[0]).detach().requires_grad_()
     return promised, gained
 
