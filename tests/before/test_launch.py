@@ -118,13 +118,3 @@ def test_the_saved_policy_scores_what_was_logged(algo, launched):
     score = sum(algo.load_reward(reward)(prompts, texts, [row["answer"] for row in logged])) / len(texts)
     assert read_metrics(run_dir)[-1]["eval/score"] == pytest.approx(score, abs=1e-6 + differing / len(texts))
     assert len(set(texts)) > 1
-
-
-def test_a_missing_file_is_one_sentence(tmp_path, tiny_model):
-    flags = ["--model", tiny_model, "--dataset", "nowhere/train.jsonl", "--output-dir", tmp_path / "out"]
-    exit_code, console = launch("ppo_llm_fsdp", tmp_path, *flags)
-    assert exit_code != 0
-    assert [line for line in console.splitlines() if line.startswith("error: dataset nowhere/train.jsonl: ")], console
-    assert console.index("error:") < console.find("Traceback") or "Traceback" not in console  # the launcher's own
-    assert 'ppo_llm_fsdp.py", line' not in console
-    assert not list((tmp_path / "out").glob("*"))

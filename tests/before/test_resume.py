@@ -564,29 +564,6 @@ def test_sigterm_on_two_processes_saves_and_the_run_goes_on_to_the_bit(algo, pla
 
 
 @only_grpo
-@pytest.mark.slow
-def test_a_second_signal_ends_at_once(algo, tmp_path):
-    code = f"""
-import importlib.util, sys, time
-spec = importlib.util.spec_from_file_location("algo", {str(ROOT / (algo.__name__ + ".py"))!r})
-algo = importlib.util.module_from_spec(spec); sys.modules["algo"] = algo; spec.loader.exec_module(algo)
-stop = algo.stop_on_signals(float(sys.argv[1]))
-print("ready", flush=True)
-stop.wait(); print("asked", flush=True)
-end = time.monotonic() + 60
-while time.monotonic() < end: pass
-"""
-    for seconds, second, expected in (("60", True, 1), ("1", False, 0)):
-        process = subprocess.Popen([sys.executable, "-c", code, seconds], stdout=subprocess.PIPE, text=True)
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.readline() == "asked\n"
-        if second:
-            process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == expected
-
-
-@only_grpo
 def test_run_names_stay_in_the_output_folder(message, tmp_path):
     for name in ("../x", "a/b", "..", ".", ""):
         assert "plain folder name" in message(run_name=name)
