@@ -193,8 +193,8 @@ BUGS = {
         r"must match the size",
     ),
     "an error in the loop": (
-        "        masks = [mask[share] for share in shares]\n",
-        "        masks = [mask[share] for share in shares]\n        if iteration == 2 and rank == 1:\n"
+        "        masks = [mask[part] for part in minibatch_rows]\n",
+        "        masks = [mask[part] for part in minibatch_rows]\n        if iteration == 2 and rank == 1:\n"
         '            raise RuntimeError("timed out")\n',
         "RuntimeError: timed out",
     ),
