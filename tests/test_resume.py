@@ -22,6 +22,11 @@ def workers_of(process):
     return [p for p in psutil.Process(process.pid).children(recursive=True) if "--run-name" in p.cmdline()]
 
 
+def has_torch(process):
+    """It has come as far as importing torch."""
+    return any("libtorch" in part.path for part in process.memory_maps())
+
+
 def weights_of(run_dir):
     saved = torch.load(run_dir / "checkpoints" / "step_000006" / "checkpoint.pt", weights_only=True)
     tensors = []
@@ -138,9 +143,10 @@ def test_before_the_loop_a_signal_ends_the_run_at_once(script, flags):
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=5)
     process = start(script, flags | {"run_name": "early"})
-    wait_for(lambda: len(workers_of(process)) == 2)
+    # Not before the workers run Python: a launcher that is signalled while it starts them leaves them behind.
+    wait_for(lambda: [has_torch(worker) for worker in workers_of(process)] == [True, True])
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=40)
+    process.communicate(timeout=90)
     assert process.returncode != 0 and not (flags["output_dir"] / "early" / "checkpoints").exists()
 
 
