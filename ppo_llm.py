@@ -78,8 +78,8 @@ class Args:
     # Models
     model: str  # policy to train: transformers folder or hub id (default: the embedded model, with settings for it)
     critic_model: str | None = None  # backbone of the critic, and its value head if it has one (default: --model)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of autocast; auto: bfloat16 on a GPU. Weights stay float32
-    lora_rank: int = 0  # train low-rank matrices beside frozen weights (2106.09685), actor and critic; 0: all weights
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # computed in; auto: bfloat16 on a GPU. Weights stay float32
+    lora_rank: int = 0  # train low-rank matrices beside the frozen weights (2106.09685); 0: train all weights
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, a third more time
 
     # Prompts, and what scores the responses
@@ -111,8 +111,8 @@ class Args:
     microbatch_tokens: int = 8192  # padded tokens per forward pass on each device: bounds memory, changes no result
     lr: float = 1e-6  # of the actor
     critic_lr: float = 1e-5  # of the critic
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how both learning rates fall to 0 over the run
-    warmup_iterations: int = 0  # iterations in which both learning rates rise from 0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how learning rates fall to 0 over the run
+    warmup_iterations: int = 0  # iterations in which learning rates rise from 0
     critic_warmup_iterations: int = 0  # first iterations in which only the critic is trained
     weight_decay: float = 0.0  # of AdamW
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
@@ -247,7 +247,7 @@ def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     k2 = d.square() / 2
     kinds = {"k1": d, "abs": d.abs(), "k2": k2, "k3": x.exp() - x - 1 + (math.exp(5.0) - 1) * (-d - x)}
     if kind.endswith("+"):
-        return kinds[kind[:-1]].detach() + (k2 - k2.detach())  # [4.4]
+        return kinds[kind[:-1]].detach() + (k2 - k2.detach())
     return kinds[kind]
 
 
@@ -270,7 +270,7 @@ def value_loss(values, old_values, returns, value_clip=None):  # [2.8]
     """Per-token 1/2*(V - R)^2; with value_clip the larger of it and the same for V kept in old_values +- value_clip."""
     losses = (values - returns).square()
     if value_clip is not None:
-        clipped = torch.clamp(values, old_values - value_clip, old_values + value_clip)
+        clipped = values.clamp(old_values - value_clip, old_values + value_clip)
         losses = torch.maximum(losses, (clipped - returns).square())
     return losses / 2
 
@@ -297,7 +297,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, mask, level, cap):
     log_ratio = torch.where(mask, old_logprobs - rollout_logprobs, 0).detach()
     if level == "sequence":  # [6.5]
         log_ratio = log_ratio.sum(1, keepdim=True)
-    return torch.where(mask, log_ratio.clamp(-20, 20).exp().clamp(max=cap), 0)  # [6.6]
+    return torch.where(mask, log_ratio.clamp(-20, 20).exp().clamp(max=cap), 0)
 
 
 class AdaptiveKL:
@@ -805,6 +805,22 @@ def main(args: Args):
 
         # Log. Every number covers the actions, or the responses, of all ranks: every rank calls `mean` and `std`.
         reference_kl = old_logprobs - ref_logprobs
+        computed = mask & ~new_logprobs.isnan()  # (epochs,B,L), with the minibatch that --target-kl stopped at
+        ratio = torch.where(computed, (new_logprobs - old_logprobs).exp(), 0)
+        # Sampler against training pass in the first step, before anything moved: what catches a wrong mask.
+        first_rows, actor_steps = minibatch_rows[steps[0][1]], max(1, len(norms["policy"]))
+        logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
+        actor_metrics = {
+            "actor/loss": all_reduce(actor_loss).item() / actor_steps,
+            "actor/clipfrac": mean(policy_loss(new_logprobs, old_logprobs, advantages, *clips)[1], computed),
+            "actor/approx_kl": mean(kl_penalty(old_logprobs, new_logprobs, "k3"), computed),  # [3.13]
+            "actor/ratio_mean": mean(ratio, computed),
+            "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
+            "actor/entropy": mean(entropy, computed),
+            "actor/grad_norm": sum(norms["policy"]) / actor_steps,
+            "actor/lr": args.lr * factor,
+            "rollout/logprob_diff": logprob_diff,
+        }
         metrics = {
             "reward/mean": mean(scores),
             "reward/std": std(scores),
@@ -816,7 +832,6 @@ def main(args: Args):
             "kl/mean": mean(reference_kl, mask),
             "kl/sequence": mean(reference_kl.sum(1)),
             "kl/coef": kl_controller.coef,
-            "actor/lr": args.lr * factor,
             "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "critic/loss": all_reduce(critic_loss).item() / len(steps),
             "critic/value_mean": mean(values, mask),
@@ -824,25 +839,10 @@ def main(args: Args):
             "critic/grad_norm": sum(norms["critic"]) / len(steps),
             "critic/lr": args.critic_lr * factor,
         }
-        if trains_actor:
-            computed = mask & ~new_logprobs.isnan()  # (epochs,B,L), with the minibatch that --target-kl stopped at
-            ratio = torch.where(computed, (new_logprobs - old_logprobs).exp(), 0)
-            num_steps, first_rows = max(1, len(norms["policy"])), minibatch_rows[steps[0][1]]
-            metrics |= {
-                "actor/loss": all_reduce(actor_loss).item() / num_steps,
-                "actor/clipfrac": mean(policy_loss(new_logprobs, old_logprobs, advantages, *clips)[1], computed),
-                "actor/approx_kl": mean(kl_penalty(old_logprobs, new_logprobs, "k3"), computed),  # [3.13]
-                "actor/ratio_mean": mean(ratio, computed),
-                "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
-                "actor/entropy": mean(entropy, computed),
-                "actor/grad_norm": sum(norms["policy"]) / num_steps,
-            }
-            # Sampler against training pass in the first step, before anything moved: what catches a wrong mask.
-            logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])
-            metrics["rollout/logprob_diff"] = logprob_diff  # [6.7]
-            is_first = iteration == max(first, args.critic_warmup_iterations + 1)
-            if is_first and args.top_p == 1 and args.top_k == 0 and logprob_diff > (0.1 if bf16 else 1e-2):
-                fail(f"sampler and training pass differ by {logprob_diff:.2g}: wrong mask, or transformed logits")
+        metrics |= actor_metrics if trains_actor else {}
+        is_first = iteration == max(first, args.critic_warmup_iterations + 1)
+        if is_first and args.top_p == 1 and args.top_k == 0 and logprob_diff > (0.1 if bf16 else 1e-2):
+            fail(f"sampler and training pass differ by {logprob_diff:.2g}: wrong mask, or transformed logits")
         if args.old_logprobs == "corrected":
             metrics["rollout/weight_mean"] = weight = mean(weights, mask)
             metrics["rollout/ess"] = weight**2 / mean(weights.square(), mask)  # as a share of the tokens
@@ -1052,7 +1052,7 @@ def written_whole(path):
     just then.
     """
     temporary, old = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
-    for left in (temporary, old):  # by a run that was killed
+    for left in temporary, old:  # by a run that was killed
         shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir(parents=True)
     yield temporary
@@ -1079,16 +1079,16 @@ def save_models(path, trainees, tokenizer, accelerator):
                 tokenizer.save_pretrained(place)
 
 
-def trained_weights(model):
-    """{name: tensor} of what is trained."""
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+def trained_parameters(model):
+    """{name: parameter} of what is trained."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.16]
     """What is trained, the states of its optimizers and `state`; the newest `keep` stay. Every rank calls it."""
     if accelerator.is_main_process:
         with written_whole(path) as folder:
-            parts = {name: (trained_weights(m), optimizer.state_dict()) for name, (m, optimizer) in trainees.items()}
+            parts = {name: (trained_parameters(m), x.state_dict()) for name, (m, x) in trainees.items()}
             torch.save(parts | {"state": state}, folder / "checkpoint.pt")
         for old in sorted(path.parent.glob("step_*"))[:-keep]:
             shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))
@@ -1099,7 +1099,7 @@ def load_checkpoint(path, trainees):
     saved = torch.load(path / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
     for name, (model, optimizer) in trainees.items():
         weights, moments = saved[name]
-        shapes, own = ({key: x.shape for key, x in w.items()} for w in (weights, trained_weights(model)))
+        shapes, own = ({key: x.shape for key, x in w.items()} for w in (weights, trained_parameters(model)))
         if shapes != own:
             fail(f"the checkpoint {path} is of another model, or --lora-rank, than {name} is now")
         model.load_state_dict(weights, strict=False)

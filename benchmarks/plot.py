@@ -35,7 +35,7 @@ PANELS = [  # title, metrics drawn in it (the second dashed)
 ]
 GROUP_PANELS = [  # in place of the critic's, when no run has one
     ("groups whose responses score alike", ["group/zero_std_frac"]),
-    ("groups generated (dashed: used)", ["group/generated", "group/used"]),
+    ("truncated responses", ["response/truncated_frac"]),
     ("gradient norm", ["actor/grad_norm"]),
 ]
 AXES = {"iteration": "step", "responses": "responses", "time": "time/elapsed"}
@@ -48,6 +48,7 @@ def read_run(folder):
     if (folder / "args.json").is_file():
         args, prompts = json.loads((folder / "args.json").read_text()), 0
         for row in rows:
+            # A variant that samples anew in place of groups whose responses score alike says how many it has sampled.
             prompts += row.get("group/generated", args["batch_size"]) if row["step"] > 0 else 0
             row["responses"] = prompts * args.get("group_size", 1)
     elapsed = 0.0

@@ -12,8 +12,8 @@
 
 The peers have environments of their own: `pip install trl` (newest) and `trl==1.12.0` (the last with a PPOTrainer). All
 contenders take turns, round by round; a number is the median over rounds of ratios within a round, of medians over the
-iterations after the warm-up. Results are appended to benchmarks/results/speed/measured.jsonl; tables and figures are
-made from it.
+iterations after the warm-up. Results are appended to benchmarks/results/speed/measured.jsonl, or to that of another
+folder (--results); tables and figures are made from it.
 """
 
 import argparse
@@ -47,35 +47,39 @@ SHAPES = {
 SHAPES["20m"] |= {"num_attention_heads": 5, "num_key_value_heads": 5, "tie_word_embeddings": True}
 SHAPES["0.5b"] |= {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
 
-# Ours when lengths are forced: an EOS is a token like any other.
-FORCED = """
-import sys
-sys.path.insert(0, {root!r})
+# Runs a script of ours. time/iteration leaves out what the log costs, so the ends of iterations are noted here.
+RUN = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+from accelerate import Accelerator
 import {script} as algo
-algo.collect_eos_ids = lambda *args: []
+
+def note_time(*args, **kwargs):  # called once an iteration
+    if os.environ.get("RANK", "0") == "0":
+        with open({ends!r}, "a") as file:
+            file.write(f"{{time.perf_counter()}}\\n")
+
+Accelerator.log = note_time
+if {forced}:  # an EOS is a token like any other
+    algo.collect_eos_ids = lambda *args: []
 algo.main(algo.parse_args())
 """
-
 
 # What is undone, as replacements in a copy of grpo_llm.py.
 UNDONE = {
     "as it is": {},
-    "every response with its own prompt": {"args.group_size > 1 and can_join(model)": "False"},
     "prefill for every response": {
-        "    group_size = num_rows // len(queries)\n": "    repeats = num_rows // len(queries)\n"
-        "    queries, query_mask = queries.repeat_interleave(repeats, 0), query_mask.repeat_interleave(repeats, 0)\n"
-        "    group_size = 1\n"
+        "[(ids, len(list(equal))) for ids, equal in groupby(prompts)]": "[(x, 1) for x in prompts]"
     },
-    "finished rows stay": {"if num_alive <= 0.9 * len(rows):": "if False:"},
+    "finished rows stay": {"if num_alive <= 0.9 * len(slots):": "if False:"},
     "padding columns kept": {
-        "length = int(valid.sum(1).max())": "length = valid.shape[1]",
-        "queries.shape[1] - p, None)), (index, slice(t))": "queries.shape[1] - queries.shape[1], None)), "
-        "(index, slice(responses.shape[1]))",
-        "(input_ids, attention_mask, t)": "(input_ids, attention_mask, responses.shape[1])",
+        "lengths[parts[-1][0]] > max": "max(lengths) > max",
+        "slice(lengths[part[0]])": "slice(max(lengths))",
     },
-    "logits of padding": {"[:, -num_response_tokens:].bool()": "[:, -num_response_tokens:] >= 0"},
-    "micro-batches by size alone": {
-        'max_padding = 128 if device.type == "cpu" else math.inf': "max_padding = math.inf"
+    "logits of all positions": {
+        ".last_hidden_state[mask]": ".last_hidden_state.flatten(0, 1)",
+        "tokens.roll(-1, 1)[mask]": "tokens.roll(-1, 1).flatten()",
+        "masked_scatter(mask, torch.cat(x))": "masked_scatter(mask, torch.cat(x)[mask.flatten()])",
     },
     "AdamW not fused": {', "fused": True}': "}"},
 }
@@ -135,8 +139,8 @@ def launch(python, processes, *command):
     return 1024 * usage.ru_maxrss
 
 
-def count_tokens(task, step, length_mean):
-    """Of prompts and responses in an iteration of ppo_llm.py, which does not say."""
+def count_prompt_tokens(task, step):
+    """Of an iteration, all responses together."""
     import transformers
 
     sys.path.insert(0, str(ROOT))
@@ -144,42 +148,38 @@ def count_tokens(task, step, length_mean):
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(task["model"])
     drawn = draw_prompts([row["prompt"] for row in task["rows"]], (step - 1) * task["prompts"], task["prompts"], 1)
-    return sum(map(len, tokenizer(drawn)["input_ids"])) + round(length_mean * task["prompts"])
+    return task["group_size"] * sum(map(len, tokenizer(drawn)["input_ids"]))
 
 
-def run_ours(script, flags, task, folder, file=None, before=()):
-    """[{seconds, rollout, tokens, responses, optimizer_steps} per iteration], peak bytes.
-
-    file: of a changed copy, or of what runs the script, and `before` what it wants to be told before our flags.
-    """
-    file, name = file or ROOT / f"{script}.py", f"{script}-{time.time_ns()}"
-    if task["forced"]:
-        file = folder / f"{script}_forced.py"
-        file.write_text(FORCED.format(root=str(ROOT), script=script))
+def our_flags(script, flags, task, folder, name):
+    """Those of a run `name` in the folder, as a list."""
     if not (folder / "rows.jsonl").exists():
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task["rows"]))
         (folder / "one.jsonl").write_text(json.dumps(task["rows"][0]) + "\n")
-    num_responses = task["prompts"] * task["group_size"]
+    minibatch_size = task["prompts"] * task["group_size"] // task["steps"]
     words = f"--model {task['model']} --dataset {folder}/rows.jsonl --eval-dataset {folder}/one.jsonl --reward exact"
-    words += f" --chat-template none --batch-size {task['prompts']} --minibatch-size {num_responses // task['steps']}"
+    words += f" --chat-template none --batch-size {task['prompts']} --minibatch-size {minibatch_size}"
     words += f" --max-response-length {task['length']} --max-prompt-length 512 --lr {LR}"
-    # On CPUs small passes are as fast as large ones, and have less padding; grpo_llm.py sees to it by itself.
-    small = " --microbatch-tokens 1024" * (not Path("/dev/nvidia0").exists())
-    words += small if script == "ppo_llm" else f" --group-size {task['group_size']}"
+    if script.startswith("grpo"):
+        words += f" --group-size {task['group_size']}"
+    if not Path("/dev/nvidia0").exists():  # on CPUs small passes are as fast as large ones, and have less padding
+        words += " --microbatch-tokens 1024"
     words += f" --total-iterations {task['iterations']} --eval-every 0 --save-every 0 --track none --run-name {name}"
-    words += f" --output-dir {folder} {flags}"
-    peak = launch(sys.executable, task["processes"], file, *before, *words.split())
-    lines, result = read_lines(folder / name / "metrics.jsonl"), []
-    for before, now in itertools.pairwise(lines[:-1]):  # the last one evaluates
-        seconds, tokens = now["time/iteration"], now.get("throughput/tokens_per_second", 0) * now["time/iteration"]
-        if "time/elapsed" in now:
-            seconds = now["time/elapsed"] - before["time/elapsed"]
-        tokens = round(tokens) or count_tokens(task, now["step"], now["response/length_mean"])
-        work = {"tokens": tokens, "responses": num_responses, "optimizer_steps": task["steps"]}
-        phases = {
-            key: now[key] for key in now if re.fullmatch("time/(rollout|reward|logprobs|values|actor|critic)", key)
-        }
-        result.append({"seconds": seconds, "rollout": now["time/rollout"]} | work | phases)
+    return f"{words} --output-dir {folder} {flags}".split()
+
+
+def run_ours(script, flags, task, folder, source=ROOT):
+    """[{seconds, rollout, tokens, responses, optimizer_steps} per iteration], peak bytes; the script is in `source`."""
+    name = f"{script}-{time.time_ns()}"
+    file, ends = folder / f"{name}.py", folder / f"{name}.txt"
+    file.write_text(RUN.format(folder=str(source), script=script, ends=str(ends), forced=task["forced"]))
+    peak = launch(sys.executable, task["processes"], file, *our_flags(script, flags, task, folder, name))
+    lines, times, result = read_lines(folder / name / "metrics.jsonl"), read_lines(ends), []
+    work = {"responses": task["prompts"] * task["group_size"], "optimizer_steps": task["steps"]}
+    for now, (begin, end) in list(zip(lines[1:], itertools.pairwise(times)))[:-1]:  # the last one evaluates
+        tokens = count_prompt_tokens(task, now["step"]) + round(now["response/length_mean"] * work["responses"])
+        phases = {key: now[key] for key in now if re.match("time/(?!iteration|eval)", key)}
+        result.append({"seconds": end - begin, "rollout": now["time/rollout"], "tokens": tokens} | work | phases)
     return result, lines[-1]["memory/peak_gib"] * 2**30 or peak
 
 
@@ -255,22 +255,19 @@ tokenizer = transformers.AutoTokenizer.from_pretrained(task["model"])
 dtype = torch.bfloat16 if device == "cuda" else torch.float32
 model = transformers.AutoModelForCausalLM.from_pretrained(task["model"], dtype=dtype).to(device)
 ids = tokenizer(task["prompts"])["input_ids"]
-queries, query_mask = grpo_llm.left_pad(ids, tokenizer.pad_token_id, device)
+inputs = tokenizer(task["prompts"], padding=True, padding_side="left", return_tensors="pt").to(device)
 eos, group, length = [tokenizer.eos_token_id], task["group_size"], task["length"]
 options = {{"max_new_tokens": length, "do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}}
 
 def ours(number):
-    noise = torch.rand(len(ids) * group, length, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-    if group == 1:
-        return sum(len(x.ids) for x in ppo_llm.generate(model, ids, noise.to(device), eos, 1.0, 1.0, 0))
-    responses, _ = grpo_llm.generate(model, queries, query_mask, noise.to(device), eos, tokenizer.pad_token_id)
-    return int(grpo_llm.make_response_mask(responses, eos).sum())
+    algo, prompts = grpo_llm if group > 1 else ppo_llm, [row for row in ids for _ in range(group)]
+    noise = torch.rand(len(prompts), length, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+    return sum(len(x.ids) for x in algo.generate(model, prompts, noise.to(device), eos, 1.0, 1.0, 0))
 
 def generate(number):
     torch.manual_seed(number)
-    inputs = {{"input_ids": queries, "attention_mask": query_mask.long()}}
     output = model.generate(**inputs, **options, num_return_sequences=group, eos_token_id=eos)
-    return int(grpo_llm.make_response_mask(output[:, queries.shape[1]:], eos).sum())
+    return int(ppo_llm.make_response_mask(output[:, inputs["input_ids"].shape[1]:], eos).sum())
 
 def generate_batch(number):
     torch.manual_seed(number)
@@ -379,8 +376,8 @@ def scaling(args):
         grpo = f"--estimator grpo --kl-loss-coef {BETA} --kl-reward-coef 0"
         single = {"prompts": base["prompts"] * base["group_size"], "group_size": 1}
 
-        def take(script, flags, task, file=None, before=(), **about):
-            lines, peak = run_ours(script, flags, task, folder, file, before)
+        def take(script, flags, task, **about):
+            lines, peak = run_ours(script, flags, task, folder)
             values = {key: statistics.median(line[key] for line in lines[args.warm_up :]) for key in lines[0]}
             about |= {"name": script, "processes": task["processes"], "round": number}
             return about | {"peak_bytes": peak} | values
@@ -389,22 +386,22 @@ def scaling(args):
             for script, flags, work in (("grpo_llm", grpo, {}), ("ppo_llm", f"--kl-reward-coef {BETA}", single)):
                 for processes in (1, 2):
                     record("processes", **take(script, flags, base | work | {"processes": processes}))
-                worker = ["--worker", script, str(folder / f"{script}-{number}"), "--", "--time-ddp"]
-                task, file = base | work | {"processes": 2}, ROOT / "benchmarks" / "sharding.py"
-                values, shares = take(script, flags, task, file, worker), []
+                output, shares = f"{folder}/shares-{script}-{number}", []
+                worker = [ROOT / "benchmarks" / "sharding.py", "--worker", script, output, "--", "--time-ddp"]
+                words = our_flags(script, flags, base | work, folder, f"{script}-communication-{number}")
+                launch(sys.executable, 2, *worker, *words)
                 for rank in range(2):
-                    found = json.loads(Path(f"{worker[2]}-{rank}.json").read_text())
+                    found = json.loads(Path(f"{output}-{rank}.json").read_text())
                     lines = list(zip(found["communication"], found["rows"]))[args.warm_up + 1 : -1]
                     shares += [seconds / row["time/iteration"] for seconds, row in lines]
-                record("communication", share=statistics.mean(shares), **values)
+                record("communication", name=script, round=number, share=statistics.mean(shares))
             for times in (1, 2, 4, 8):  # at fixed budgets of tokens and of responses that are sampled at a time
                 task = base | {"processes": 2, "prompts": 8 * times, "steps": times}
                 record("batch", **take("grpo_llm", f"{grpo} --rollout-batch-size 32", task, times=times))
 
 
 def start(args):
-    """Seconds from the launch to the sentence before the evaluation, or that it begins."""
-    says = {"ppo_llm": "  run folder"}
+    """Seconds from the launch to the end of the start-up block, after which the evaluation begins."""
     for script in ("ppo_llm", "grpo_llm", "ppo_llm_fsdp"):
         for number in range(args.rounds):
             with tempfile.TemporaryDirectory() as folder:
@@ -414,7 +411,7 @@ def start(args):
                 env = os.environ | {"PYTHONUNBUFFERED": "1"}
                 run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
                 for line in run.stdout:
-                    if says.get(script, "evaluation before training begins") in line:
+                    if line.startswith("  run folder"):
                         record("start", name=script, round=number, seconds=time.perf_counter() - begin)
                         break
                 run.terminate()
@@ -435,7 +432,7 @@ def ablation(args):
                     text = text.replace(old, new)
                 (folder / "grpo_llm.py").write_text(text)
                 flags = f"--estimator grpo --kl-loss-coef {BETA} --kl-reward-coef 0"
-                lines, peak = run_ours("grpo_llm", flags, base, folder, folder / "grpo_llm.py")
+                lines, peak = run_ours("grpo_llm", flags, base, folder, folder)
                 values = {key: statistics.median(line[key] for line in lines[args.warm_up :]) for key in lines[0]}
                 record("ablation", name=name, round=number, peak_bytes=peak, **values)
 
@@ -445,7 +442,7 @@ OPERATORS = "matrix products", "attention", "sampling, log-softmax", "copies", "
 
 # Runs a script on one process and writes the seconds of each kind of operator in each phase of iterations 3 to 5.
 PROFILE = """
-import collections, json, sys
+import bisect, collections, json, sys
 sys.path.insert(0, {folder!r})
 import torch
 from accelerate import Accelerator
@@ -459,49 +456,48 @@ KINDS = {{
     "AdamW": ("adam",),
 }}
 profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-log, count = Accelerator.log, 0
+count = 0
 
-def log_and_count(*args, **kwargs):
+def log(*args, **kwargs):  # called once an iteration
     global count
     count += 1
-    result = log(*args, **kwargs)
     if count == 3:
         profiler.start()
-    elif count == 6:
+    with torch.profiler.record_function("phase:log"):  # ends what lies between the last phase and here
+        pass
+    if count == 6:
         profiler.stop()
-    return result
 
-Accelerator.log = log_and_count
+Accelerator.log = log
 torch.set_num_threads(1)
 algo.main(algo.parse_args())
-events = profiler.events()
-phases = [(e.time_range.start, e.time_range.end, e.name[6:]) for e in events if e.name.startswith("phase:")]
+events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+marks = [event for event in events if event.name.startswith("phase:")]
+ends = [event.time_range.start for event in marks]
 seconds = collections.defaultdict(collections.Counter)
-for begin, end, phase in phases:
-    seconds[phase]["between operators"] += (end - begin) / 1e6 / 3
+for begin, end, mark in zip(ends, ends[1:], marks[1:]):
+    seconds[mark.name[6:]]["between operators"] += (end - begin) / 1e6 / 3
 for event in events:
-    phase = next((name for begin, end, name in phases if begin <= event.time_range.start < end), None)
-    if phase is None or event.name.startswith(("phase:", "ProfilerStep")):
+    place = bisect.bisect_left(ends, event.time_range.start)
+    if not 0 < place < len(ends) or event.name.startswith(("phase:", "ProfilerStep")):
         continue
     kind = next((kind for kind, names in KINDS.items() if any(name in event.name for name in names)), "the rest")
     spent = event.self_cpu_time_total / 1e6 / 3
-    seconds[phase][kind] += spent
-    seconds[phase]["between operators"] -= spent
+    seconds[marks[place].name[6:]][kind] += spent
+    seconds[marks[place].name[6:]]["between operators"] -= spent
 print(json.dumps(seconds))
 """
 
 
 def profile(args):
-    """One process, the embedded task; a phase of ppo_llm.py is no block, so it is left out."""
-    for script, flags in (("grpo_llm", f"--kl-loss-coef {BETA} --kl-reward-coef 0"),):
+    """One process, the embedded task."""
+    for script, flags in (("grpo_llm", f"--kl-loss-coef {BETA}"), ("ppo_llm", f"--kl-reward-coef {BETA}")):
         with tempfile.TemporaryDirectory() as folder:
             source = (ROOT / f"{script}.py").read_text()
-            old = "        begin = time.perf_counter()\n        yield\n"
-            new = "        begin = time.perf_counter()\n        with torch.profiler.record_function(f'phase:{name}'):\n"
-            assert source.count(old) == 1
-            source = source.replace(old, new + "            yield\n")
-            source = source.replace("Path(__file__).resolve().parent", f"Path({str(ROOT)!r})")
-            Path(folder, "profiled.py").write_text(source)
+            (old,) = re.findall(r'^ +seconds\[f"time/{name}"\] = .*\n', source, re.M)  # in `clock`, which ends a phase
+            mark = 'torch.profiler.record_function(f"phase:{name}").__enter__().__exit__(None, None, None)'
+            Path(folder, "profiled.py").write_text(source.replace(old, f"{old}        {mark}\n"))
+            Path(folder, "benchmarks").symlink_to(ROOT / "benchmarks")
             Path(folder, "run.py").write_text(PROFILE.format(folder=folder))
             words = f"{flags} --total-iterations 7 --eval-every 0 --save-every 0 --track none --output-dir {folder}"
             command = [sys.executable, f"{folder}/run.py", *words.split()]
@@ -695,5 +691,7 @@ if __name__ == "__main__":
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=2, help="iterations that do not count")
     parser.add_argument("--only", help="of these algorithms, e.g. GRPO,PPO; or of these samplers")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
+    RESULTS = options.results
     globals()[options.what](options)

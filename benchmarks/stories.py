@@ -26,7 +26,8 @@ import plot
 
 ROOT, RESULTS = learning.ROOT, learning.ROOT / "benchmarks" / "results" / "stories"
 SHARED = "--max-response-length 96 --minibatch-size 32 --eval-every 10 --prompt-column prompt_text"
-PPO = f"ppo_llm.py {SHARED} --batch-size 128 --critic-lr 1e-3 --lam 0.95 --microbatch-tokens 1024"
+SHARED += " --microbatch-tokens 1024"
+PPO = f"ppo_llm.py {SHARED} --batch-size 128 --critic-lr 1e-3 --lam 0.95"
 GRPO = f"grpo_llm.py {SHARED} --batch-size 16 --group-size 8 --estimator dr_grpo --kl-loss-coef 0"
 HELD = "--kl-controller adaptive --kl-target 0.1 --lr-schedule linear --kl-reward-coef 0.04"
 RUNS = {  # a coefficient of 1e-9 only measures the KL

@@ -54,7 +54,7 @@ def produce(name, folder):
     run.returncode = code = os.waitstatus_to_exitcode(status)
     if (folder / "run" / "metrics.jsonl").is_file():
         rows = plot.read_run(folder / "run")
-        if not rows[-1].get("memory/peak_gib"):  # ppo_llm.py measures that of a GPU only
+        if not rows[-1].get("memory/peak_gib"):  # the scripts measure that of a GPU only
             rows[-1]["memory/peak_gib"] = usage.ru_maxrss / 2**20
         write_compact(rows, RESULTS / f"{name}.csv")
     if code != 0:

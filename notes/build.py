@@ -297,7 +297,7 @@ def diff_page(name):
     """A difference between scripts as Markdown: one heading and one table of coloured lines for each hunk."""
     old, new = DIFFS[name]
     lines, text = {"-": code_lines(old), "+": code_lines(new)}, (NOTES / f"{name}.diff").read_text()
-    plain, hunks = (ROOT / f"{new}.py").read_text().splitlines(), re.split(r"(?m)^@@ -(\d+).* \+(\d+).*\n", text)[1:]
+    plain, hunks = (ROOT / f"{new}.py").read_text().splitlines(), re.split(r"(?m)^@@ -(\d+)\S* \+(\d+).*\n", text)[1:]
     result = []
     for a, b, hunk in zip(hunks[::3], hunks[1::3], hunks[2::3]):
         a, b, rows, first = int(a), int(b), [], None
@@ -311,8 +311,8 @@ def diff_page(name):
         around = [top[1] for top in map(TOP.match, plain[:first]) if top and top[1]] or ["module"]
         result.append(f'## `{around[-1]}` {first}\n\n<div class="code diff highlight">{"".join(rows)}</div>\n')
     counts = [len(re.findall(rf"(?m)^\{sign}(?!\{sign}\{sign})", text)) for sign in "-+"]
-    head = f"# {SCRIPTS[old]} → {SCRIPTS[new]}\n\n`{old}.py` → `{new}.py`: {counts[0]} lines go, {counts[1]} come. "
-    return head + "Lines that only moved sideways count as equal.\n\n" + "\n".join(result)
+    head = f"# {SCRIPTS[old]} → {SCRIPTS[new]}\n\n`{old}.py` → `{new}.py`: {counts[0]} lines go, {counts[1]} come.\n\n"
+    return head + "\n".join(result)
 
 
 def write_pages(docs):
@@ -346,12 +346,11 @@ def write_pages(docs):
         (docs / f"{name}.md").write_text(f"{HEAD.format('navigation')}{diff_page(name)}")
     (docs / "site.css").write_text(STYLE)
     (docs / "worker.js").write_text(WORKER)
-    differences = [{f"{SCRIPTS[old]} → {SCRIPTS[new]}": f"{name}.md"} for name, (old, new) in DIFFS.items()]
     return [
         {"Home": "index.md"},
         {"Notes": [{re.match("# (.*)", x.read_text())[1]: x.name} for x in chapters]},
         {"Scripts": [{title: f"{name}.md"} for name, title in SCRIPTS.items()]},
-        *([{"Differences": differences}] if differences else []),
+        {"Differences": [{f"{SCRIPTS[old]} → {SCRIPTS[new]}": f"{name}.md"} for name, (old, new) in DIFFS.items()]},
         {"The project": "project.md"},
     ]
 

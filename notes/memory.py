@@ -81,14 +81,9 @@ def weights(shape, lora_rank=0, critic=True):
     return 4 * sum(count(shape, c) + (count_trained(shape, lora_rank, c) if lora_rank else 0) for c in models)
 
 
-def reference(shape, bf16=False, sharded=False, lora_rank=0):
-    """The frozen copy; with LoRA none. ppo_llm.py keeps its linear layers in bfloat16 when the passes run in it."""
-    if lora_rank:
-        return 0
-    if not bf16 or sharded:
-        return 4 * count(shape)
-    untied_head = 0 if shape.tied else shape.vocab * shape.hidden
-    return 4 * count(shape) - 2 * (count_linear(shape) + untied_head)
+def reference(shape, lora_rank=0):
+    """The frozen copy, in float32; with LoRA none."""
+    return 0 if lora_rank else 4 * count(shape)
 
 
 def adam(shape, lora_rank=0, critic=True):
@@ -120,14 +115,14 @@ def autocast_copies(shape, lora_rank=0, checkpointing=False):
     return 2 * (blocks + shape.vocab * shape.hidden)
 
 
-def activations(shape, tokens, length, bf16=False, sharded=False, checkpointing=False):
-    """What the blocks keep for the backward pass, for `tokens` in rows of `length`, with padding somewhere.
+def activations(shape, tokens, bf16=False, sharded=False, checkpointing=False):
+    """What the blocks keep for the backward pass, for so many tokens, padding included.
 
-    Counted from the tensors that autograd saves (transformers' Qwen2, scaled_dot_product_attention with a mask).
+    Counted from the tensors that autograd saves (transformers' Qwen2, scaled_dot_product_attention without a mask).
     checkpointing: the input of every block, and all of one block, which is computed anew.
     """
     h, m, small = shape.hidden, shape.intermediate, 4 * (shape.heads + 2)
-    attention = 3 * h + length  # q, k, v with the keys' heads repeated; a row of the mask
+    attention = h + 2 * shape.kv_width  # q, k, v
     if not bf16:
         block, stream = 4 * (7 * h + attention + 4 * m) + small, 4 * h
     elif sharded:
@@ -173,9 +168,9 @@ def gathered_policy(shape, bf16=True):
     return (2 if bf16 else 4) * count(shape)
 
 
-def kv_cache(shape, rows, length, bf16=False):
-    """Keys and values of `rows` rows, in the type that attention computes in."""
-    return rows * length * shape.layers * 2 * shape.kv_width * (2 if bf16 else 4)
+def kv_cache(shape, rows, length, bf16=False, sharded=False):
+    """Keys and values of `rows` rows: bfloat16 where weights are cast, float32 under autocast too."""
+    return rows * length * shape.layers * 2 * shape.kv_width * (2 if bf16 and sharded else 4)
 
 
 def sampling(shape, rows, bf16=False):
@@ -211,7 +206,7 @@ def budget(
     shards, kind = processes if sharded else 1, {"bf16": bf16, "sharded": sharded}
     keep = {
         "weights": weights(shape, lora_rank, critic) // shards,
-        "reference": reference(shape, lora_rank=lora_rank, **kind) // shards if use_reference else 0,
+        "reference": reference(shape, lora_rank) // shards if use_reference else 0,
         "adam": adam(shape, lora_rank, critic) // shards,
         "ddp buckets": ddp_buckets(shape, lora_rank, critic) if processes > 1 and not sharded else 0,
     }
@@ -222,7 +217,7 @@ def budget(
     copies = autocast_copies(shape, lora_rank, checkpointing) if autocast else 0
     copies_sampling = autocast_copies(shape) if autocast and not lora_rank else 0
     running, ending = gathered_units(shape, bf16, lora_rank) if sharded else (0, 0)
-    saved = activations(shape, tokens, length, checkpointing=checkpointing, **kind)
+    saved = activations(shape, tokens, checkpointing=checkpointing, **kind)
     head = logits(shape, tokens * response_length // length)
     extra = 0 if lora_rank or sharded else embedding_gradient(shape, microbatches)
     whole = gathered_policy(shape, bf16) if gathered else running
@@ -234,7 +229,7 @@ def budget(
         "logits": head,
         "embedding gradient": extra,
         "policy": whole if sharded else 0,
-        "kv cache": kv_cache(shape, rows, length, bf16),
+        "kv cache": kv_cache(shape, rows, length, **kind),
         "sampling": sampling(shape, rows, bf16),
     }
     state = 0 if offload else sum(keep.values())

@@ -2,8 +2,8 @@
 
     python notes/refresh.py             (a test fails when it would change something)
 
-It writes the diffs of scripts, if any (GNU diff), the places of the tags `# [N.M]` under the heading of section N.M,
-and the table of all tags in note 10.
+It writes the two diffs, the places of the tags `# [N.M]` under the heading of section N.M, and the table of all tags in
+note 10.
 """
 
 import ast
@@ -14,7 +14,7 @@ from pathlib import Path
 NOTES = Path(__file__).resolve().parent
 ROOT = NOTES.parent
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
-DIFFS = {}  # name: (old, new); they return when the other two scripts follow the rewritten ppo_llm.py
+DIFFS = {"ppo_to_grpo": ("ppo_llm", "grpo_llm"), "ppo_to_ppo_fsdp": ("ppo_llm", "ppo_llm_fsdp")}
 TAG = re.compile(r"# \[(\d+\.\d+)\]")
 SECTION = re.compile(r"(?m)^## (\d+\.\d+) (.*)\n(\n\*In the code: .*\*\n)?")
 TABLE = re.compile(r"(?s)(<!-- tags -->\n).*?(<!-- end of tags -->)")
@@ -85,8 +85,10 @@ def table(tags):
 
 
 def diff(old, new):
-    command = ["diff", "-uw", "--label", f"{old}.py", "--label", f"{new}.py", f"{old}.py", f"{new}.py"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    """What `git diff` says of two scripts, whatever the user's settings, without the hashes of its first lines."""
+    command = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "--patience", "-U3", "--src-prefix=a/"]
+    command += ["--dst-prefix=b/", f"{old}.py", f"{new}.py"]
+    return re.sub(r"\A(?!---).*\n.*\n", "", subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout)
 
 
 def contents():

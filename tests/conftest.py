@@ -3,7 +3,6 @@
 `pytest tests/test_math.py --script my_ppo.py` runs the tests on a copy of the script.
 """
 
-import importlib.util
 import json
 import os
 import signal
@@ -15,14 +14,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # oversubscribed threads spin and
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests with and without GPUs
 
+import time
+from dataclasses import fields
+from unittest import mock
+
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from ranks import load_script, run_script
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "benchmarks" / "tiny"
+SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 CHARS = list("abcdefghijklmnopqrstuvwxyz0123456789 #.,?\n-$")
 torch.set_num_threads(1)
 
@@ -31,19 +36,22 @@ def pytest_addoption(parser):
     parser.addoption("--script", default=str(ROOT / "ppo_llm.py"), help="the script to test: a copy of ppo_llm.py")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def script(request):
-    """Path of the script under test."""
-    return Path(request.config.getoption("--script")).resolve()
+    """Path of the script under test: --script, or the one that `each_script` on a test names."""
+    name = getattr(request, "param", None)
+    return ROOT / f"{name}.py" if name else Path(request.config.getoption("--script")).resolve()
 
 
-@pytest.fixture(scope="session")
+def each_script(*names):
+    """Mark: the test runs once for each of these scripts, or of all."""
+    return pytest.mark.parametrize("script", names or SCRIPTS, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def algo(script):
     """The script under test as a module; importing it must have no side effects."""
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    sys.modules[script.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(script)
 
 
 @pytest.fixture(autouse=True)
@@ -141,13 +149,15 @@ def toy_reward(tmp_path_factory):
     return f"{path}:early"
 
 
-@pytest.fixture(scope="session")
-def toy_flags(tiny_model, toy_data, toy_reward):
-    """Fields of Args for a run of 8 responses an iteration that takes about a second."""
+@pytest.fixture(scope="module")
+def toy_flags(algo, tiny_model, toy_data, toy_reward):
+    """Fields of Args for a run of 8 responses an iteration that takes less than a second."""
     flags = {"model": tiny_model, "dataset": toy_data, "reward": toy_reward, "track": "none", "lr": 1e-3}
     flags |= {"critic_lr": 1e-3, "batch_size": 8, "minibatch_size": 4, "microbatch_tokens": 128}
     flags |= {"max_response_length": 10, "total_iterations": 2, "eval_every": 0, "eval_rows": 0, "save_every": 0}
-    return flags
+    known = {field.name for field in fields(algo.Args)}
+    flags |= {"group_size": 2, "batch_size": 4} if "group_size" in known else {}
+    return {name: value for name, value in flags.items() if name in known}
 
 
 @pytest.fixture
@@ -158,7 +168,8 @@ def toy_run(algo, toy_flags, tmp_path):
         AcceleratorState._reset_state(True)
         name = f"run{len(list((tmp_path / 'runs').glob('run*')))}"
         flags = toy_flags | {"output_dir": str(tmp_path / "runs"), "run_name": name} | changes
-        run_dir = algo.main(algo.Args(**flags))
+        with mock.patch.object(time, "sleep"):  # the pause at the end is for gloo's threads
+            run_dir = algo.main(algo.Args(**flags))
         return run_dir, read_metrics(run_dir)
 
     return run
@@ -176,6 +187,11 @@ def as_flags(fields):
         flag = name.replace("_", "-")
         words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return words
+
+
+def forked(script, fields, processes=2, **options):
+    """As `launch`, by ranks that need no launcher: (exit code, console)."""
+    return run_script(script, as_flags(fields), processes, **options)
 
 
 def start(script, fields, processes=2, launcher=("accelerate", "launch"), **options):

@@ -6,11 +6,13 @@ import json
 import math
 import shutil
 import sys
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from conftest import TOY_REWARD, make_model, read_metrics, read_rows, toy_rows, untimed, write_rows
+from conftest import TOY_REWARD, each_script, make_model, read_metrics, read_rows, toy_rows, untimed, write_rows
 
 
 def same(a, b, tolerance):
@@ -71,6 +73,7 @@ def test_optimizer_steps_are_epochs_times_minibatches(toy_run, spy):
     assert len(steps) == 2 * 3 * 2  # actor and critic, epochs, minibatches
 
 
+@each_script()
 def test_the_same_seed_gives_the_same_run(toy_run):
     first, second, other = (untimed(toy_run(seed=seed)[1]) for seed in (1, 1, 2))
     assert first == second != other
@@ -224,29 +227,56 @@ CHANGES = {
     "eval_dataset": ({"eval_rows": 7}, None),
     "model": ({}, None),
 }
-# Flags that change no metric: what they do is tested where the name says.
-ELSEWHERE = {
-    "gradient_checkpointing": "test_memory_flags_change_no_result",
-    "microbatch_tokens": "test_gradients_do_not_depend_on_micro_batches",
-    "rollout_batch_size": "test_sampling_noise_belongs_to_the_row_and_the_iteration",
-    "answer_column": "test_data.py",
-    "total_iterations": "test_only_evaluating",
-    "track": "test_launch.py",
-    "output_dir": "every run",
-    "run_name": "every run",
-    "save_every": "test_checkpoints_are_pruned",
-    "keep_checkpoints": "test_checkpoints_are_pruned",
-    "resume": "test_resume.py",
+OF_PPO = "critic_model", "critic_lr", "critic_warmup_iterations", "value_clip", "gamma", "lam", "whiten_advantages"
+# Flags that change no metric are tested elsewhere.
+FILES = {
+    "answer_column",
+    "total_iterations",
+    "track",
+    "output_dir",
+    "run_name",
+    "save_every",
+    "keep_checkpoints",
+    "resume",
 }
+COMMON = FILES | {"gradient_checkpointing", "microbatch_tokens", "rollout_batch_size"}
+ELSEWHERE = {"ppo_llm": COMMON, "grpo_llm": COMMON}
+ELSEWHERE["ppo_llm_fsdp"] = COMMON | {"rollout_params", "shard_group_size", "offload"}
 
 
-def test_the_table_of_flags_is_complete(algo):
-    assert {f.name for f in dataclasses.fields(algo.Args)} == CHANGES.keys() | ELSEWHERE.keys()
+def changes(script):
+    """{flag: (what to set besides, the change)} for every flag of a script that changes metrics."""
+    if script != "grpo_llm":
+        return CHANGES
+    own = {"group_size": ({}, 4), "estimator": ({}, "rloo"), "batch_size": ({}, 2)}
+    own |= {"loss_agg": ({"max_response_length": 30}, "token-mean"), "kl_controller": (KL, "adaptive")}
+    own |= {"kl_target": (ADAPTIVE | {"lr": 1e-2, "total_iterations": 3}, 100.0), "kl_horizon": (ADAPTIVE, 50.0)}
+    own |= {"dual_clip": ({"ppo_epochs": 3, "lr": 3e-2, "kl_loss_coef": 0.0}, 1.01)}
+    return {name: case for name, case in CHANGES.items() if name not in OF_PPO} | own
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_every_flag_changes_something(toy_run, tmp_path, name):
-    besides, value = CHANGES[name]
+KL = {"kl_reward_coef": 0.1}
+ADAPTIVE = KL | {"kl_controller": "adaptive"}
+
+
+@each_script()
+def test_the_table_of_flags_is_complete(script, algo):
+    known = {field.name for field in dataclasses.fields(algo.Args)}
+    assert known == changes(script.stem).keys() | ELSEWHERE[script.stem]
+
+
+@pytest.fixture(scope="module")
+def before():
+    """Metrics of the runs that others are compared with, by their flags: made once."""
+    return {}
+
+
+CASES = [(script, name) for script in ("ppo_llm", "grpo_llm") for name in changes(script)]
+
+
+@pytest.mark.parametrize("script, name", CASES, indirect=["script"], scope="module")
+def test_every_flag_changes_something(script, toy_run, tmp_path, before, name):
+    besides, value = changes(script.stem)[name]
     if name in ("model", "critic_model"):
         value = make_model(tmp_path / "other", seed=5)
     if name in ("dataset", "eval_dataset"):
@@ -258,10 +288,12 @@ def test_every_flag_changes_something(toy_run, tmp_path, name):
         from transformers import AutoModelForSequenceClassification
 
         value = make_model(tmp_path / "rm", auto_class=AutoModelForSequenceClassification, num_labels=1)
-    before, after = untimed(toy_run(**besides)[1]), untimed(toy_run(**besides | {name: value})[1])
-    assert before != after
+    key = script.stem, repr(besides)
+    before[key] = before.get(key) or untimed(toy_run(**besides)[1])
+    assert before[key] != untimed(toy_run(**besides | {name: value})[1])
 
 
+@each_script()
 def test_memory_flags_change_no_result(toy_run):
     plain = untimed(toy_run(ppo_epochs=2)[1])
     for a, b in zip(plain, untimed(toy_run(ppo_epochs=2, gradient_checkpointing=True)[1])):
@@ -291,12 +323,14 @@ def test_evaluation_never_or_before_and_after(toy_run, spy, algo, eval_rows, tim
     assert len(calls) == times
 
 
+@each_script()
 def test_only_evaluating(toy_run):
     run_dir, metrics = toy_run(total_iterations=0, eval_rows=7)
     assert [m["step"] for m in metrics] == [0] and metrics[0]["eval/length_mean"] > 0
     assert not (run_dir / "final").exists() and not (run_dir / "best").exists()
 
 
+@each_script()
 def test_checkpoints_are_pruned_and_complete(toy_run):
     run_dir, _ = toy_run(total_iterations=5, save_every=1, keep_checkpoints=2)
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_000004", "step_000005"]
@@ -305,6 +339,7 @@ def test_checkpoints_are_pruned_and_complete(toy_run):
     assert not (run_dir / "checkpoints").exists()
 
 
+@each_script()
 def test_the_best_is_kept(toy_run, algo, monkeypatch):
     scores = iter([0.3, 0.9, 0.5, 0.6])
     real = algo.evaluate
@@ -372,10 +407,14 @@ def changed(script, tmp_path):
 
 
 def run_changed(module, toy_flags, tmp_path, **flags):
-    run_dir = module.main(module.Args(**toy_flags | {"output_dir": str(tmp_path / "out"), "run_name": "run"} | flags))
+    with mock.patch.object(time, "sleep"):  # the pause at the end is for gloo's threads
+        run_dir = module.main(
+            module.Args(**toy_flags | {"output_dir": str(tmp_path / "out"), "run_name": "run"} | flags)
+        )
     return run_dir, read_metrics(run_dir)
 
 
+@each_script()
 def test_a_metric_of_any_name_is_logged(changed, toy_flags, tmp_path):
     module = changed(
         '"reward/mean": mean(scores),', '"reward/mean": mean(scores),\n            "longest": max(row_lengths),'
@@ -397,6 +436,7 @@ def test_credit_lost_off_the_end_is_seen(changed, toy_flags, tmp_path):
     assert metrics[1]["reward/mean"] > 0 and metrics[1]["reward/total_mean"] == 0
 
 
+@each_script()
 def test_a_wrong_shift_is_refused_in_the_first_iteration(changed, toy_flags, tmp_path, capsys):
     module = changed("labels = tokens.roll(-1, 1)[mask]", "labels = tokens[mask]")
     with pytest.raises(SystemExit) as stop:
@@ -418,12 +458,14 @@ def test_a_wrong_mask_is_refused_whatever_the_mode(algo, toy_flags, tmp_path, mo
         run_changed(algo, toy_flags, tmp_path, **flags)
 
 
+@each_script()
 def test_the_clip_metric_follows_the_loss(algo, toy_run, monkeypatch):
     real = algo.policy_loss
     monkeypatch.setattr(algo, "policy_loss", lambda *a: (real(*a)[0], torch.ones_like(a[0], dtype=torch.bool)))
     assert toy_run(total_iterations=1)[1][1]["actor/clipfrac"] == 1
 
 
+@each_script()
 def test_training_and_evaluation_share_one_rollout(algo, toy_run, monkeypatch):
     real = algo.generate
 
@@ -456,6 +498,7 @@ def test_training_and_evaluation_share_one_rollout(algo, toy_run, monkeypatch):
     assert inserted > 0
 
 
+@each_script()
 def test_what_is_added_to_the_state_survives(changed, toy_flags, tmp_path):
     """An old checkpoint without it still loads, a new one brings it back: by name."""
     plain = changed('state = {"iteration": 0,', 'state = {"iteration": 0, ')
@@ -472,10 +515,15 @@ def test_what_is_added_to_the_state_survives(changed, toy_flags, tmp_path):
     spec.loader.exec_module(mine)
     for total in (2, 4):
         run_changed(mine, toy_flags, tmp_path, total_iterations=total, save_every=1, resume="auto")
-    saved = torch.load(run_dir / "checkpoints" / "step_000004" / "checkpoint.pt", weights_only=True)
-    assert saved["state"]["seen"] == [2, 3, 4]
+    path = run_dir / "checkpoints" / "step_000004"
+    if (path / "state.pt").exists():
+        saved = torch.load(path / "state.pt", weights_only=True)
+    else:
+        saved = torch.load(path / "checkpoint.pt", weights_only=True)["state"]
+    assert saved["seen"] == [2, 3, 4]
 
 
+@each_script()
 def test_a_run_that_has_no_checkpoint_yet_begins_anew(algo, toy_flags, tmp_path):
     """As one that was killed early and is started again by its queue: no step stands twice in its metrics."""
     run_changed(algo, toy_flags, tmp_path, total_iterations=1)
@@ -485,14 +533,15 @@ def test_a_run_that_has_no_checkpoint_yet_begins_anew(algo, toy_flags, tmp_path)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
 
 
+@each_script()
 def test_a_run_goes_on_with_another_script_after_a_warning(algo, toy_flags, tmp_path, capsys):
     run_dir, _ = run_changed(algo, toy_flags, tmp_path, total_iterations=1, save_every=1)
     about = json.loads((run_dir / "args.json").read_text())
     assert about["num_processes"] == 1 and about["versions"].keys() >= {"torch", "transformers"}
-    (run_dir / "args.json").write_text(json.dumps(about | {"script": "grpo_llm.py"}))
+    (run_dir / "args.json").write_text(json.dumps(about | {"script": "my_llm.py"}))
     capsys.readouterr()
     run_changed(algo, toy_flags, tmp_path, total_iterations=2, resume="auto")
-    assert capsys.readouterr().out.count("warning: this run was begun by grpo_llm.py") == 1
+    assert capsys.readouterr().out.count("warning: this run was begun by my_llm.py") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
@@ -512,17 +561,20 @@ def test_sizes_that_do_not_divide(toy_run, capsys, sizes):
     refused(capsys, lambda: toy_run(**sizes), "--batch-size", "--minibatch-size", "1 processes")
 
 
+@each_script()
 def test_an_existing_run_folder(toy_run, tmp_path, capsys):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     refused(capsys, lambda: toy_run(run_name="mine"), "runs/mine exists", "--resume auto")
 
 
+@each_script()
 def test_more_processes_than_gpus(toy_run, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
     refused(capsys, toy_run, "more processes than GPUs", "--num_processes to 2")
 
 
+@each_script()
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
 def test_an_accelerate_configuration_that_shards(algo, toy_run, capsys, monkeypatch, kind):
     real = algo.Accelerator
@@ -538,6 +590,7 @@ def test_an_accelerate_configuration_that_shards(algo, toy_run, capsys, monkeypa
     refused(capsys, toy_run, "asks for FSDP or DeepSpeed")
 
 
+@each_script()
 def test_a_gradient_that_is_not_finite(algo, toy_run, capsys, monkeypatch):
     real = algo.policy_loss
 
@@ -553,6 +606,7 @@ def test_a_gradient_that_is_not_finite(algo, toy_run, capsys, monkeypatch):
     assert len(steps) == 3
 
 
+@each_script()
 def test_a_checkpoint_of_another_model(toy_run, tmp_path, capsys):
     _run_dir, _ = toy_run(total_iterations=1, save_every=1, run_name="mine")
     other = make_model(tmp_path / "other", hidden_size=48)
@@ -561,6 +615,7 @@ def test_a_checkpoint_of_another_model(toy_run, tmp_path, capsys):
     refused(capsys, lambda: toy_run(lora_rank=2, **flags), "--lora-rank")
 
 
+@each_script()
 def test_a_copy_elsewhere_says_where_the_default_model_should_be(script, tmp_path, capsys, monkeypatch):
     shutil.copy(script, tmp_path / "alone.py")
     spec = importlib.util.spec_from_file_location("alone", tmp_path / "alone.py")
@@ -570,6 +625,7 @@ def test_a_copy_elsewhere_says_where_the_default_model_should_be(script, tmp_pat
     refused(capsys, lambda: alone.main(alone.parse_args()), f"{tmp_path}/benchmarks/tiny", "--model")
 
 
+@each_script()
 def test_a_model_that_changes_its_logits_after_the_head(toy_run, tmp_path, capsys):
     from conftest import make_tokenizer
     from transformers import AutoModelForCausalLM, Gemma2Config

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import pytest
 from conftest import ROOT
-from test_project import CEILINGS, RESTS, check_flags, load_benchmark, load_script
+from test_project import CEILINGS, check_flags, load_benchmark, load_script
 
 NOTES = sorted((ROOT / "notes").glob("[0-9]*.md"))
 PAGES = [*NOTES, ROOT / "notes" / "README.md", ROOT / "README.md"]
@@ -68,7 +68,7 @@ def test_tags_lead_to_sections_and_back():
     refresh = load_refresh()
     tags, titles = refresh["by_tag"](), refresh["titles"]()
     assert tags.keys() <= titles.keys()
-    assert len(tags) >= 60 and {tag.split(".")[0] for tag in tags} >= {str(k) for k in range(1, 9)}
+    assert len(tags) >= 40 and {tag.split(".")[0] for tag in tags} >= {str(k) for k in range(1, 9)}
     for script in CEILINGS:  # nothing else looks like a tag, and no tag has lost its brackets
         text = (ROOT / f"{script}.py").read_text()
         assert len(re.findall(r"#.*\[\d+\.\d+\]", text)) == len(refresh["places"](script))
@@ -81,14 +81,18 @@ def test_tags_lead_to_sections_and_back():
 def test_what_is_generated_from_the_scripts_is_up_to_date():
     """Otherwise: python notes/refresh.py"""
     contents = load_refresh()["contents"]()
-    assert len(contents) >= len(NOTES)
+    assert len(contents) == 2 + len(NOTES)
     assert [path.name for path, text in contents.items() if path.read_text() != text] == []
 
 
-@pytest.mark.skip(reason=RESTS)
-def test_the_differences_between_scripts_are_up_to_date():
-    """Their files and pages, and the links to them, come back with notes/refresh.py's DIFFS."""
-    assert len(load_refresh()["DIFFS"]) == 2
+def test_the_differences_between_scripts_make_the_one_of_the_other(tmp_path):
+    refresh = load_refresh()
+    for name, (old, new) in refresh["DIFFS"].items():
+        script = tmp_path / f"{old}.py"
+        script.write_text((ROOT / f"{old}.py").read_text())
+        text = refresh["contents"]()[ROOT / "notes" / f"{name}.diff"].replace(f"b/{new}.py", f"b/{old}.py")
+        subprocess.run(["git", "apply"], input=text, text=True, cwd=tmp_path, check=True)
+        assert script.read_text() == (ROOT / f"{new}.py").read_text()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -111,7 +115,7 @@ def test_names_in_the_notes_exist(path):
     """Flags, functions, metrics and files, wherever they stand in backticks."""
     known = {f"--{f.name.replace('_', '-')}" for script in CEILINGS for f in fields(load_script(script).Args)}
     known |= {flag.replace("--", "--no-") for flag in known}
-    text, everything = prose(path), sources()
+    text, everything = prose(path), re.sub(r'clock\("(\w+)"\)', r'"time/\1"', sources())
     words = set(re.findall(r"\w+", everything))
     spans = [(span, "verl" in part) for part in text.split("\n\n") for span in re.findall(r"`([^`\n]+)`", part)]
     for span, theirs in spans:  # where verl is spoken of, names may be verl's
@@ -126,9 +130,9 @@ def test_names_in_the_notes_exist(path):
             assert inside or span in everything or any(ROOT.glob(f"**/{span}")), f"`{span}`"
 
 
-RUN_FOLDER = "runs", "completions", "checkpoints", "final", "best", "debug"
+RUN_FOLDER = "runs", "completions", "checkpoints", "final", "best"
 # Of launchers and of other projects.
-OTHERS = {"--multi_gpu", "--num_processes", "--mixed_precision", "--compile", "trust_remote_code"}
+OTHERS = {"--multi_gpu", "--num_processes", "--machine_rank", "--mixed_precision", "--compile", "trust_remote_code"}
 
 
 def test_commands_of_the_notes_are_legal():
@@ -166,7 +170,7 @@ def test_every_metric_of_a_run_is_in_the_debugging_note():
         re.findall(r'"((?:reward|advantage|actor|critic|kl|response|group|rollout|throughput|memory)/\w+)"', scripts)
     )
     names |= {"eval/score", "eval/score_sampled", "eval/length_mean", "reward/std", "advantage/std"}
-    assert len(names) >= 35 and [name for name in sorted(names) if f"`{name}`" not in text] == []
+    assert len(names) >= 30 and [name for name in sorted(names) if f"`{name}`" not in text] == []
 
 
 @pytest.mark.parametrize("path", NOTES, ids=lambda path: path.stem)

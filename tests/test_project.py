@@ -5,7 +5,6 @@ import csv
 import difflib
 import importlib.util
 import io
-import itertools
 import json
 import random
 import re
@@ -18,39 +17,47 @@ from collections import Counter
 from dataclasses import fields
 
 import pytest
-import tyro
+import ranks
 from conftest import ROOT
 from transformers import AutoModelForCausalLM
 
 TINY = ROOT / "benchmarks" / "tiny"
-RESTS = "rests until the other two scripts follow the new ppo_llm.py"
 # One sitting. A ceiling is never raised to let a feature in.
-CEILINGS = {"ppo_llm": {"code lines": 740, "lines": 1120, "tokens": 9000, "main": 285, "flags": 61}}
-CEILINGS["ppo_llm"] |= {"tokens per line": 12.2, "longest other": 40, "refusals": 18, "tags": 40}
-CEILINGS["grpo_llm"] = {"code lines": 1365, "lines": 1920, "flags": 70}  # the other two follow
-CEILINGS["ppo_llm_fsdp"] = {"code lines": 1435, "lines": 2015, "flags": 70}
+CEILINGS = {
+    "ppo_llm": {"code lines": 740, "lines": 1120, "tokens": 9000, "main": 285, "flags": 61},
+    "grpo_llm": {"code lines": 740, "lines": 1120, "tokens": 9000, "main": 285, "flags": 61},
+    "ppo_llm_fsdp": {"code lines": 830, "lines": 1260, "tokens": 10000, "main": 300, "flags": 64},
+}
+for ceilings in CEILINGS.values():
+    ceilings |= {"tokens per line": 12.2, "longest other": 40, "refusals": 18, "tags": 40}
 FORBIDDEN = {"threading", "socket", "select", "mmap", "fcntl", "resource", "ctypes", "multiprocessing"}
 # Code lines that one has and the other has not.
-DIFF_CEILINGS = {("ppo_llm", "grpo_llm"): 450, ("ppo_llm", "ppo_llm_fsdp"): 330}
+DIFF_CEILINGS = {("ppo_llm", "grpo_llm"): 190, ("ppo_llm", "ppo_llm_fsdp"): 140}
 # What may differ between scripts under one name, and why. Everything else is one text.
-MAY_DIFFER = {
-    **dict.fromkeys(["Args", "ModelArgs", "RolloutArgs"], "each algorithm has flags of its own"),
-    **dict.fromkeys(["UpdateArgs", "AdvantagesArgs", "KLArgs"], "and other defaults"),
-    "check_args": "it checks those flags",
+ALGORITHM = {
+    "Args": "each algorithm has flags of its own",
     "main": "it is the algorithm",
-    "load_model": "where models are sharded, rank 0 alone reads the weights",
-    "load_causal_lm": "and can check them",
+    "generate": "one prefill for a group",
+}
+SHARDING = {
+    "Args": "flags",
+    "main": "loading, wrapping, micro-batches",
+    "load_model": "rank 0 alone reads the weights",
+    "pack": "all ranks cut equally many micro-batches",
     "save_models": "shards are gathered first",
+    "save_checkpoint": "every rank writes its shards",
+    "load_checkpoint": "and reads those it has now",
+}
+MAY_DIFFER = {
+    ("ppo_llm", "grpo_llm"): ALGORITHM,
+    ("ppo_llm", "ppo_llm_fsdp"): SHARDING,
+    ("grpo_llm", "ppo_llm_fsdp"): ALGORITHM | SHARDING,
 }
 
 
 def load_script(name):
     """A script of the repository root as a module."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    return ranks.load_script(ROOT / f"{name}.py")
 
 
 def load_benchmark(name):
@@ -153,8 +160,9 @@ def test_scripts_stay_readable_in_one_sitting(script):
     assert {name: found[name] for name, most in CEILINGS[script].items() if found[name] > most} == {}
 
 
-def test_scripts_do_without_threads_and_sockets():
-    assert imports(read_script("ppo_llm")) & FORBIDDEN == set()
+@pytest.mark.parametrize("script", CEILINGS)
+def test_scripts_do_without_threads_and_sockets(script):
+    assert imports(read_script(script)) & FORBIDDEN == set()
 
 
 def test_what_is_counted():
@@ -190,17 +198,14 @@ class Other:
     assert measure(source) == found and imports(source) == {"select"}
 
 
-@pytest.mark.skip(reason=RESTS)
-def test_what_scripts_share_by_name_is_one_text():
-    parts = {script: definitions(read_script(script)) for script in CEILINGS}
-    for one, other in itertools.combinations(CEILINGS, 2):
-        shared = (parts[one].keys() & parts[other].keys()) - MAY_DIFFER.keys()
-        assert len(shared) >= 35
-        assert [name for name in shared if parts[one][name] != parts[other][name]] == []
-        # In one order, too: a moved function would fill the diff.
-        assert [n for n in parts[one] if n in shared] == [n for n in parts[other] if n in shared]
-    for name in MAY_DIFFER:  # an entry that is no longer needed hides the next difference
-        assert len({part[name] for part in parts.values() if name in part}) > 1, name
+@pytest.mark.parametrize("pair", MAY_DIFFER, ids=" and ".join)
+def test_what_scripts_share_by_name_is_one_text(pair):
+    one, other = (definitions(read_script(script)) for script in pair)
+    allowed = MAY_DIFFER[pair]
+    assert len(allowed) <= 8
+    shared = [name for name in one if name in other]
+    assert {name for name in shared if one[name] != other[name]} == allowed.keys()  # none more, and none needlessly
+    assert len(shared) >= 50 and shared == [name for name in other if name in one]  # in one order, too
 
 
 def test_a_difference_in_a_comment_is_seen():
@@ -210,7 +215,6 @@ def test_a_difference_in_a_comment_is_seen():
     assert definitions(text + "\n\nX = 1\n")["f"] == definitions(text)["f"]
 
 
-@pytest.mark.skip(reason=RESTS)
 @pytest.mark.parametrize("pair", DIFF_CEILINGS, ids=" to ".join)
 def test_the_difference_between_scripts_stays_small(pair):
     lines = [code_lines(read_script(script)) for script in pair]
@@ -218,11 +222,53 @@ def test_the_difference_between_scripts_stays_small(pair):
     assert 100 < len(changes) <= DIFF_CEILINGS[pair]
 
 
+# ------------------------------------------------------------------------------------------------------ composition
+
+
+def changed_lines(one, other):
+    """Lines of `one`, as (first, last), that a difference replaces; an insertion stands before `first`."""
+    command = ["git", "diff", "--no-index", "-U0", *(str(ROOT / f"{name}.py") for name in (one, other))]
+    text, found = subprocess.run(command, capture_output=True, text=True).stdout, []
+    for start, count in re.findall(r"^@@ -(\d+)(?:,(\d+))? ", text, re.M):
+        start, count = int(start), int(count or 1)
+        found.append((start, start + count - 1) if count else (start + 1, start))
+    return found
+
+
+def smallest_distance():
+    """Unchanged lines of ppo_llm.py, at the least, between what makes it GRPO and what shards it."""
+    grpo, fsdp = changed_lines("ppo_llm", "grpo_llm"), changed_lines("ppo_llm", "ppo_llm_fsdp")
+    assert len(grpo) > 20 and len(fsdp) > 20
+    return min(max(a, c) - min(b, d) - 1 for a, b in grpo for c, d in fsdp)
+
+
+def test_differences_stand_apart():
+    """One unchanged line between two differences: then they merge, and each can be read by itself."""
+    assert smallest_distance() >= 1
+
+
+def test_scripts_compose(tmp_path):
+    """The merge has no conflict and is clean code; what it computes: test_ranks.py and test_resume.py."""
+    files = [f"{name}.py" for name in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")]
+    merge = ["git", "merge-file", "-p", *files]
+    assert " ".join(merge) in readme()
+    done = subprocess.run(merge, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "<<<<<<<" not in done.stdout, "conflicts"
+    (tmp_path / "grpo_llm_fsdp.py").write_text(done.stdout)
+    for check in (["check"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *check, "--config", str(ROOT / "pyproject.toml")]
+        done = subprocess.run([*command, "grpo_llm_fsdp.py"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.parametrize("script", CEILINGS)
-def test_scripts_import_no_local_module_and_do_nothing_when_imported(script, tmp_path):
-    known = ["accelerate", "datasets", "peft", "safetensors", "torch", "transformers", "tyro"]
+def test_scripts_import_no_local_module(script):
+    known = ["accelerate", "datasets", "peft", "torch", "transformers", "tyro"]
     assert imports(read_script(script)) <= set(sys.stdlib_module_names) | set(known)
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {script}"]
+
+
+def test_scripts_do_nothing_when_imported(tmp_path):
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(CEILINGS)}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (0, "", [])
 
@@ -233,28 +279,16 @@ def test_every_flag_is_read(script):
     assert not {name for name in args if not re.search(rf"\bargs\.{name}\b", source)}
 
 
-@pytest.mark.parametrize("script", ["grpo_llm", "ppo_llm_fsdp"])
-def test_help_shows_the_flags_in_groups(script):
-    command = [sys.executable, str(ROOT / f"{script}.py"), "--help"]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    titles = re.findall(r"^╭─ (\w+) options", text, re.M)
-    sharding = ["sharding"] if script == "ppo_llm_fsdp" else []
-    assert titles == ["model", *sharding, "data", "rollout", "update", "advantages", "kl", "run"]
-    boxes = dict(zip(titles, re.split(r"^╭─ \w+ options", text, flags=re.M)[1:]))
-    for title, flag in {"model": "lora-rank", "data": "reward-model", "kl": "kl-target", "run": "track"}.items():
-        assert f"│ --{flag} " in boxes[title]
-    names = [field.name.replace("_", "-") for field in fields(load_script(script).Args)]
-    assert [name for name in names if f"│ --{name}" not in text] == []
-
-
-def test_help_shows_what_holds():
-    command = [sys.executable, str(ROOT / "ppo_llm.py"), "--help"]
+@pytest.mark.parametrize("script", CEILINGS)
+def test_help_shows_what_holds(script, monkeypatch, capsys):
+    module = load_script(script)
     for given, lr in (["--model", "any"], "1e-06"), ([], "0.00015"):
-        done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=120, check=True)
-        assert [
-            f.name for f in fields(load_script("ppo_llm").Args) if f"--{f.name.replace('_', '-')}" not in done.stdout
-        ] == []
-        assert f"(default: {lr})" in done.stdout
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *given, "--help"])
+        with pytest.raises(SystemExit):
+            module.parse_args()
+        shown = capsys.readouterr().out
+        assert [f.name for f in fields(module.Args) if f"--{f.name.replace('_', '-')}" not in shown] == []
+        assert f"(default: {lr})" in shown
 
 
 def test_the_command_line_becomes_args(monkeypatch):
@@ -288,12 +322,12 @@ def test_flags_in_the_readme_exist():
 def check_flags(script, flags, num_processes=2):
     """That the script takes these flags together."""
     module, words = load_script(script), shlex.split(flags)
-    if script != "ppo_llm":
-        return module.check_args(tyro.cli(module.Args, args=words), num_processes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *words])
         args = module.parse_args()
-    assert args.batch_size % args.minibatch_size == 0 == args.minibatch_size % num_processes, flags
+    group_size = getattr(args, "group_size", 1)
+    assert args.batch_size * group_size % args.minibatch_size == 0, flags
+    assert args.minibatch_size % (num_processes * group_size) == 0, flags
 
 
 def test_commands_in_the_readme_are_legal():
@@ -332,7 +366,7 @@ def test_tables_of_results_in_the_readme_are_those_of_the_committed_runs():
 
 def test_named_algorithms_in_the_readme_are_legal():
     rows = dict(re.findall(r"^\| (\S+) \| `(--[^`]*)` \|", readme(), re.M))
-    assert rows.keys() >= {"Dr.GRPO", "RLOO", "REINFORCE++", "DAPO", "GSPO"}
+    assert rows.keys() >= {"Dr.GRPO", "RLOO", "REINFORCE++", "REINFORCE++-baseline"}
     for flags in rows.values():
         check_flags("grpo_llm", flags)
 
@@ -370,9 +404,9 @@ def test_the_story_results_are_what_the_table_and_the_readme_say():
         assert int(seconds) < 600
 
 
-def test_ci_ends_with_the_test_command_of_the_readme():
-    command = (ROOT / ".ci" / "run").read_text().strip().splitlines()[-1]
-    assert f"```bash\n{command}\n```" in (ROOT / "README.md").read_text()
+def test_ci_ends_with_the_test_command_of_the_readme_and_the_slow_tests():
+    *_, command, slow = (ROOT / ".ci" / "run").read_text().strip().splitlines()
+    assert f"```bash\n{command}\n```" in (ROOT / "README.md").read_text() and slow == "pytest -m slow"
 
 
 def test_embedded_data_are_what_the_maker_makes():

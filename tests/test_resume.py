@@ -8,7 +8,84 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import launch, read_metrics, start, untimed
+from conftest import ROOT, SCRIPTS, each_script, launch, read_metrics, start, untimed
+from ranks import run_ranks, train
+from safetensors.torch import load_file
+
+# ----------------------------------------------------------------------------------------- ranks without a launcher
+
+RUN = {"track": "none", "total_iterations": 6, "max_response_length": 8, "microbatch_tokens": 128, "lr": 1e-2}
+RUN |= {"eval_every": 2, "eval_rows": 3, "kl_controller": "adaptive", "kl_horizon": 50.0, "kl_reward_coef": 0.1}
+RUN |= {"warmup_iterations": 2, "lr_schedule": "cosine", "keep_checkpoints": 9}
+PPO = {"batch_size": 4, "minibatch_size": 4, "critic_lr": 1e-2, "critic_warmup_iterations": 4}
+GRPO = {"batch_size": 2, "minibatch_size": 4, "group_size": 2}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tiny_model, toy_data, toy_reward):
+    """Folder of runs, and the fields that all have."""
+    folder = tmp_path_factory.mktemp("resumed")
+    merged = [
+        "git",
+        "merge-file",
+        "-p",
+        *(str(ROOT / f"{name}.py") for name in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")),
+    ]
+    (folder / "grpo_llm_fsdp.py").write_text(subprocess.run(merged, capture_output=True, text=True, check=True).stdout)
+    return folder, RUN | {"model": tiny_model, "dataset": toy_data, "reward": toy_reward, "output_dir": str(folder)}
+
+
+def same(one, other):
+    """Metrics and weights, to the bit, on both ranks."""
+    for a, b in zip(one, other):
+        assert untimed(a["metrics"]) == untimed(b["metrics"]) and len(a["metrics"]) == 7
+        assert len(a["weights"]) > 0
+        for model, weights in a["weights"].items():
+            assert all(torch.equal(x, b["weights"][model][name]) for name, x in weights.items())
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "grpo_llm_fsdp"])
+def test_six_iterations_are_four_and_the_rest(place, name):
+    """Broken off in iteration 5, gone on with from 3, where with PPO only the critic has been trained. The unbroken run
+    saves nothing, so that saving is seen to change nothing."""
+    folder, flags = place
+    flags = flags | (GRPO if "grpo" in name else PPO)
+    runs = [(flags | {"run_name": f"{name}-unbroken", "save_every": 0}, {})]
+    runs += [(flags | {"run_name": f"{name}-broken", "save_every": 3}, {"dies": 5})]
+    runs += [(flags | {"run_name": f"{name}-broken", "save_every": 3, "resume": "auto"}, {})]
+    script = folder / f"{name}.py" if name == "grpo_llm_fsdp" else ROOT / f"{name}.py"
+    results = run_ranks(2, train, str(script), runs)
+    assert all(len(broken["metrics"]) == 5 and not broken["weights"] for _, broken, _ in results)  # it did end there
+    assert [x.name for x in sorted((folder / f"{name}-broken" / "checkpoints").iterdir())] == [
+        "step_000003",
+        "step_000006",
+    ]
+    same([unbroken for unbroken, _, _ in results], [resumed for _, _, resumed in results])
+    (moved, *_) = results[0][0]["weights"]["policy"].values()
+    assert results[0][0]["metrics"][-1]["kl/coef"] != 0.1 and moved.abs().max() > 0
+
+
+def test_a_named_checkpoint_and_a_finished_run(algo, toy_run, tmp_path, capsys):
+    """By its path; not an older one, whose run would be mixed with what came after; a finished run stays as it is."""
+    run_dir, before = toy_run(total_iterations=4, save_every=2, run_name="named")
+    older, newest = run_dir / "checkpoints" / "step_000002", run_dir / "checkpoints" / "step_000004"
+    with pytest.raises(SystemExit):
+        algo.find_run(algo.Args(model="x", resume=str(older)), algo.Accelerator(cpu=True))
+    assert f"error: {older} is not the newest" in capsys.readouterr().err
+    weights = load_file(run_dir / "final" / "model.safetensors")
+    assert untimed(toy_run(total_iterations=4, resume=str(newest))[1]) == untimed(before)
+    newest.rename(tmp_path / "elsewhere")
+    assert untimed(toy_run(total_iterations=4, save_every=2, resume=str(older))[1]) == untimed(before)
+    again = load_file(run_dir / "final" / "model.safetensors")
+    assert all(torch.equal(x, again[name]) for name, x in weights.items())
+
+
+def test_auto_without_a_checkpoint_begins(toy_run):
+    _, metrics = toy_run(total_iterations=1, run_name="fresh", resume="auto")
+    assert [m["step"] for m in metrics] == [0, 1]
+
+
+# ----------------------------------------------------------------------------------------------- under the launcher
 
 
 def wait_for(condition, seconds=90):
@@ -27,28 +104,6 @@ def has_torch(process):
     return any("libtorch" in part.path for part in process.memory_maps())
 
 
-def weights_of(run_dir):
-    saved = torch.load(run_dir / "checkpoints" / "step_000006" / "checkpoint.pt", weights_only=True)
-    tensors = []
-
-    def collect(x):
-        if torch.is_tensor(x):
-            tensors.append(x)
-        elif isinstance(x, dict | tuple | list):
-            for part in x.values() if isinstance(x, dict) else x:
-                collect(part)
-
-    collect(saved)
-    return tensors, saved["state"]
-
-
-def same_end(run_dir, other):
-    assert untimed(read_metrics(run_dir)) == untimed(read_metrics(other))
-    (ours, state), (theirs, other_state) = weights_of(run_dir), weights_of(other)
-    assert state == other_state and len(ours) == len(theirs) > 20
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
-
-
 @pytest.fixture(scope="module")
 def flags(toy_flags, tmp_path_factory):
     flags = toy_flags | {"total_iterations": 6, "save_every": 3, "eval_every": 2, "eval_rows": 3, "lora_rank": 4}
@@ -61,6 +116,15 @@ def unbroken(script, flags):
     code, console = launch(script, flags | {"run_name": "unbroken"})
     assert code == 0, console
     return flags["output_dir"] / "unbroken"
+
+
+def same_end(run_dir, other):
+    assert untimed(read_metrics(run_dir)) == untimed(read_metrics(other)) and len(read_metrics(other)) == 7
+    files = sorted(path.relative_to(other) for path in other.glob("final/**/*.safetensors"))
+    assert files and files == sorted(path.relative_to(run_dir) for path in run_dir.glob("final/**/*.safetensors"))
+    for file in files:
+        ours, theirs = load_file(run_dir / file), load_file(other / file)
+        assert ours.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in ours.items())
 
 
 # A reward that takes its time once the first checkpoint is there, so that a kill finds the run between two of them.
@@ -76,6 +140,8 @@ def early(prompts, responses, answers):
 """
 
 
+@pytest.mark.slow
+@each_script()
 @pytest.mark.parametrize("victim", ["worker", "launcher"])
 def test_a_killed_run_goes_on_to_the_bit(script, flags, unbroken, tmp_path, victim):
     run_dir = flags["output_dir"] / victim
@@ -105,24 +171,8 @@ def test_a_killed_run_goes_on_to_the_bit(script, flags, unbroken, tmp_path, vict
     same_end(run_dir, unbroken)
 
 
-def test_a_named_checkpoint_and_a_finished_run(algo, script, flags, unbroken, tmp_path, capsys):
-    """By its path; not an older one, whose run would be mixed with what came after; a finished run stays as it is."""
-    older, newest = unbroken / "checkpoints" / "step_000003", unbroken / "checkpoints" / "step_000006"
-    args = algo.Args(model="x", resume=str(older))
-    with pytest.raises(SystemExit):
-        algo.find_run(args, algo.Accelerator(cpu=True))
-    assert f"error: {older} is not the newest" in capsys.readouterr().err
-    before, weights = untimed(read_metrics(unbroken)), weights_of(unbroken)
-    code, console = launch(script, flags | {"resume": newest})
-    assert code == 0 and "from step_000006" in console, console
-    assert untimed(read_metrics(unbroken)) == before
-    newest.rename(tmp_path / "elsewhere")
-    code, console = launch(script, flags | {"resume": older})
-    assert code == 0 and "from step_000003" in console, console
-    assert untimed(read_metrics(unbroken)) == before
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(unbroken)[0], weights[0]))
-
-
+@pytest.mark.slow
+@each_script()
 def test_a_signal_finishes_the_iteration_and_saves(script, flags, unbroken):
     run_dir = flags["output_dir"] / "signalled"
     flags = flags | {"run_name": "signalled", "save_every": 0}
@@ -138,6 +188,7 @@ def test_a_signal_finishes_the_iteration_and_saves(script, flags, unbroken):
     same_end(run_dir, unbroken)
 
 
+@pytest.mark.slow
 def test_before_the_loop_a_signal_ends_the_run_at_once(script, flags):
     process = subprocess.Popen(["sleep", "60"])  # how long a process takes to go that does nothing about it
     process.send_signal(signal.SIGTERM)
@@ -148,9 +199,3 @@ def test_before_the_loop_a_signal_ends_the_run_at_once(script, flags):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=90)
     assert process.returncode != 0 and not (flags["output_dir"] / "early" / "checkpoints").exists()
-
-
-def test_auto_without_a_checkpoint_begins(script, flags):
-    few = flags | {"total_iterations": 1, "run_name": "fresh", "resume": "auto"}
-    code, console = launch(script, few)
-    assert code == 0 and [m["step"] for m in read_metrics(flags["output_dir"] / "fresh")] == [0, 1], console

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_model, make_tokenizer, read_rows, toy_rows, write_rows
+from conftest import forked, make_model, make_tokenizer, read_metrics, read_rows, toy_rows, write_rows
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification
 
@@ -314,3 +314,30 @@ def test_a_run_scores_with_the_classifier_and_needs_no_answers(toy_run, tmp_path
     assert metrics[2]["reward/mean"] == pytest.approx(sum(row["score"] for row in rows) / 8, abs=1e-6)
     after = AutoModelForSequenceClassification.from_pretrained(folder).state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+RUN_POOL = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+
+def grade(response):
+    return float(len(response))
+
+
+def reward(prompts, responses, answers):
+    with multiprocessing.get_context("fork").Pool(2) as pool, ProcessPoolExecutor(2) as executor:
+        return [a + b for a, b in zip(pool.map(grade, responses), executor.map(grade, responses))]
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_file_may_use_process_pools(script, toy_flags, tmp_path):
+    """Pools are ended by SIGTERM, which the run itself answers by finishing its iteration."""
+    (tmp_path / "pool_reward.py").write_text(RUN_POOL)
+    flags = toy_flags | {"reward": f"{tmp_path}/pool_reward.py:reward", "output_dir": tmp_path, "run_name": "run"}
+    flags |= {"total_iterations": 1}
+    code, console = forked(script, flags, timeout=100)
+    assert code == 0, console
+    m = read_metrics(tmp_path / "run")[1]
+    assert m["reward/mean"] > 0 and m["reward/mean"] <= 2 * m["response/length_mean"]

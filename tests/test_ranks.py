@@ -1,0 +1,235 @@
+"""One result whatever the number of processes: every script on one, two and four ranks, sharded, and composed."""
+
+import subprocess
+
+import pytest
+import torch
+from conftest import ROOT, make_model, toy_rows, untimed, write_rows
+from ranks import bare, run_ranks, train
+
+# Every term of both losses, both clips, several steps. With plain SGD: AdamW turns rounding into steps.
+FLAGS = {"track": "none", "lr": 0.05, "critic_lr": 0.05, "batch_size": 16, "minibatch_size": 8, "microbatch_tokens": 40}
+FLAGS |= {"ppo_epochs": 2, "entropy_coef": 0.01, "kl_loss_coef": 0.1, "kl_reward_coef": 0.05, "value_clip": 0.2}
+FLAGS |= {"dual_clip": 3.0, "max_response_length": 10, "total_iterations": 5, "save_every": 0, "eval_every": 5}
+FIXED = {"eval_rows": 0, "top_k": 44}  # the vocabulary: fixed responses have no log-probs that could be compared
+ADAM = {"lr": 1e-3, "critic_lr": 1e-3, "eval_rows": 1}  # a row to evaluate that not every rank has
+# Of a run: (flags, options).
+SGD_FIXED = (FIXED, {"sgd": True, "fixed": True})
+SAMPLED = (ADAM, {})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    make_model(folder / "model", initializer_range=0.05)  # mild: less is lost by cancellation
+    write_rows(folder / "train.jsonl", toy_rows(24))
+    write_rows(folder / "test.jsonl", toy_rows(5, 100))
+    (folder / "toy_reward.py").write_text(
+        "def early(prompts, responses, answers):\n"
+        "    return [sum(c < 'm' for c in r) / max(1, len(r)) + 0.01 * len(r) for r in responses]\n"
+    )
+    merged = [
+        "git",
+        "merge-file",
+        "-p",
+        *(str(ROOT / f"{name}.py") for name in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")),
+    ]
+    (folder / "grpo_llm_fsdp.py").write_text(subprocess.run(merged, capture_output=True, text=True, check=True).stdout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """runs(name of the script, ranks, {name: (flags, options)}) -> {name: what `train` tells of it, for each rank}."""
+
+    def run(script, world, wanted):
+        files = {"model": str(folder / "model"), "dataset": str(folder / "train.jsonl")}
+        files |= {"reward": f"{folder}/toy_reward.py:early", "output_dir": str(folder / f"{script}-{world}")}
+        own = {"group_size": 2, "batch_size": 8} if script.startswith("grpo") else {}
+        without = ("critic_lr", "value_clip") if script.startswith("grpo") else ()
+        path, todo = folder / f"{script}.py" if script == "grpo_llm_fsdp" else ROOT / f"{script}.py", []
+        for name, (flags, options) in wanted.items():
+            fields = FLAGS | files | own | {"run_name": name} | flags
+            todo.append(({key: value for key, value in fields.items() if key not in without}, options))
+        results = run_ranks(world, train, str(path), todo)
+        return {name: [rank[i] for rank in results] for i, name in enumerate(wanted)}
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def ppo(runs):
+    return runs("ppo_llm", 1, {"sgd": SGD_FIXED, "sampled": SAMPLED, "lora": lora()})
+
+
+@pytest.fixture(scope="module")
+def grpo(runs):
+    return runs("grpo_llm", 1, {"sgd": SGD_FIXED, "sampled": ({"lr": 1e-3, "eval_rows": 5}, {})})
+
+
+def lora():
+    return FIXED | {"lora_rank": 4, "lr": 0.5}, {"sgd": True, "fixed": True}
+
+
+def compare(found, expected, tolerance, weights=None):
+    """Metrics of the first rank, and parameters of every rank, against those of one process."""
+    (expected,) = expected
+    ours, theirs = untimed(found[0]["metrics"]), untimed(expected["metrics"])
+    assert len(ours) == len(theirs) > 1
+    for a, b in zip(ours, theirs):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name] == pytest.approx(b[name], rel=tolerance, abs=tolerance), (a["step"], name)
+    for rank in found:
+        for model, parameters in expected["weights"].items():
+            names = {bare(name): x for name, x in rank["weights"][model].items()}
+            assert names.keys() == parameters.keys()
+            for name, x in parameters.items():
+                assert (names[name] - x).abs().max() <= (weights or tolerance), (model, name)
+
+
+def compare_gradients(found, expected, tolerance):
+    for rank in found:
+        assert len(rank["gradients"]) == len(expected[0]["gradients"]) > 10
+        for a, b in zip(rank["gradients"], expected[0]["gradients"]):
+            assert b.abs().max() > 1e-4 and (a - b).abs().max() <= tolerance
+
+
+def alike(found):
+    first, *others = found
+    for other in others:
+        for model in first["weights"]:
+            assert all(torch.equal(x, other["weights"][model][name]) for name, x in first["weights"][model].items())
+
+
+@pytest.fixture(scope="module")
+def ppo_by_two(runs):
+    return runs("ppo_llm", 2, {"sgd": SGD_FIXED, "lora": lora()})
+
+
+@pytest.mark.parametrize("name", ["sgd", "lora"])
+def test_ppo_by_two(ppo, ppo_by_two, name):
+    compare(ppo_by_two[name], ppo[name], 1e-5)
+    compare_gradients(ppo_by_two[name], ppo[name], 1e-5)
+    alike(ppo_by_two[name])
+    start, end = ppo[name][0]["gradients"][0], ppo[name][0]["gradients"][32]
+    assert (start - end).abs().max() > 1e-3  # the policy's, of the first iteration and the last
+    counts = [rank["sizes"] for rank in ppo_by_two[name]]
+    assert any(len(a) != len(b) for a, b in zip(*counts))  # ranks had different numbers of micro-batches
+
+
+@pytest.fixture(scope="module")
+def grpo_by_two(runs):
+    return runs("grpo_llm", 2, {"sgd": SGD_FIXED})
+
+
+def test_grpo_by_two(grpo, grpo_by_two):
+    compare(grpo_by_two["sgd"], grpo["sgd"], 1e-5)
+    compare_gradients(grpo_by_two["sgd"], grpo["sgd"], 1e-5)
+    alike(grpo_by_two["sgd"])
+
+
+# ---------------------------------------------------------------------------------------------------------- sharded
+
+ALL = {"offload": True, "gradient_checkpointing": True}
+SHARDED = {
+    "sgd": SGD_FIXED,
+    "copies": (FIXED | ALL | {"shard_group_size": 1}, SGD_FIXED[1]),
+    "lora": lora(),
+    "sharded rollout": (ADAM | {"rollout_params": "sharded"}, {}),
+}
+ALONE = {
+    "offload": (FIXED | {"offload": True}, SGD_FIXED[1]),
+    "checkpointing": (FIXED | {"gradient_checkpointing": True}, SGD_FIXED[1]),
+    "copies alone": (FIXED | {"shard_group_size": 1}, SGD_FIXED[1]),
+    "sampled": SAMPLED,
+}
+BY_FOUR = {
+    "sgd": SGD_FIXED,
+    "pairs": (FIXED | ALL | {"shard_group_size": 2}, SGD_FIXED[1]),
+    "sampled": SAMPLED,
+    "sharded rollout": (ADAM | {"rollout_params": "sharded"}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def sharded_by_two(runs):
+    return runs("ppo_llm_fsdp", 2, SHARDED)
+
+
+@pytest.fixture(scope="module")
+def sharded_alone(runs):
+    return runs("ppo_llm_fsdp", 2, ALONE)
+
+
+@pytest.fixture(scope="module")
+def sharded_by_four(runs):
+    return runs("ppo_llm_fsdp", 4, BY_FOUR)
+
+
+def check_sharded(name, found, ppo):
+    if name in ("sampled", "sharded rollout"):
+        return compare(found, ppo["sampled"], 1e-4, 1e-3)
+    compare(found, ppo["lora" if name == "lora" else "sgd"], 1e-5)
+    compare_gradients(found, ppo["lora" if name == "lora" else "sgd"], 1e-5)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_by_two(ppo, sharded_by_two, name):
+    check_sharded(name, sharded_by_two[name], ppo)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALONE)
+def test_each_flag_alone(ppo, sharded_alone, name):
+    check_sharded(name, sharded_alone[name], ppo)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_FOUR)
+def test_sharded_by_four(ppo, sharded_by_four, name):
+    check_sharded(name, sharded_by_four[name], ppo)
+
+
+def test_ranks_cut_equally_many_micro_batches(sharded_by_two):
+    """Every pass needs all ranks. Without this they would differ, as those of ppo_llm.py do in test_ppo_by_two."""
+    for parts in zip(*(rank["sizes"] for rank in sharded_by_two["sgd"])):
+        assert len({len(part) for part in parts}) == 1 and len({sum(part) for part in parts}) == 1
+
+
+# --------------------------------------------------------------------------------------------------------- composed
+
+
+FEW = {"total_iterations": 3}
+TRUE = {"lr": 1e-3, "eval_rows": 5}  # AdamW, real sampling
+
+
+@pytest.fixture(scope="module")
+def composed(runs):
+    return runs("grpo_llm_fsdp", 2, {"sgd": (FIXED | FEW, SGD_FIXED[1]), "sampled": (TRUE | FEW, {})})
+
+
+@pytest.fixture(scope="module")
+def composed_otherwise(runs):
+    return runs("grpo_llm_fsdp", 2, {"all": (TRUE | FEW | ALL | {"rollout_params": "sharded"}, {})})
+
+
+def check_composed(found, expected):
+    ours, theirs = (untimed(ranks[0]["metrics"]) for ranks in (found, expected))
+    assert len(ours) == 4
+    for a, b in zip(ours, theirs):  # evaluated at the end, which for the other came later
+        assert a.keys() - {m for m in a if m.startswith("eval/")} == b.keys() - {m for m in b if m.startswith("eval/")}
+        for metric in a.keys() & b.keys() - {"step", "rollout/logprob_diff"}:
+            assert a[metric] == pytest.approx(b[metric], rel=1e-3, abs=1e-5), (a["step"], metric)
+        assert abs(a.get("rollout/logprob_diff", 0) - b.get("rollout/logprob_diff", 0)) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["sgd", "sampled"])
+def test_composed_is_grpo(composed, grpo, name):
+    """Three iterations of the merged script, on two ranks: the metrics of grpo_llm.py."""
+    check_composed(composed[name], grpo[name])
+
+
+@pytest.mark.slow
+def test_composed_with_a_sharded_rollout_and_offload(composed_otherwise, grpo):
+    check_composed(composed_otherwise["all"], grpo["sampled"])
