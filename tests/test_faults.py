@@ -34,11 +34,11 @@ def flags(script, toy_flags, tmp_path):
 
 @each_script()
 def test_a_rank_killed_at_any_moment(script, flags, tmp_path):
-    """Four kills, also while a checkpoint is being written: gone on with, the run ends as the undisturbed one."""
+    """Two kills, perhaps while a checkpoint is being written: gone on with, the run ends as the undisturbed one."""
     code, console = forked(script, flags | {"run_name": "whole"})
     assert code == 0, console
     whole, rng = faults.outcome(tmp_path / "whole"), random.Random(0)
-    for number in range(4):
+    for number in range(2):
         lines, victim, run_dir = rng.randrange(1, 7), rng.randrange(2), tmp_path / f"kill{number}"
 
         def kill(processes, run_dir=run_dir, lines=lines, victim=victim):
@@ -92,7 +92,7 @@ def test_a_long_run_grows_neither_memory_nor_open_files(algo, toy_run, monkeypat
     assert all(torch.tensor(list(m.values())).isfinite().all() for m in untimed(metrics))
 
 
-@pytest.mark.parametrize("number", range(15))
+@pytest.mark.parametrize("number", range(9))
 def test_damaged_input_ends_with_a_sentence_or_its_cause(number, tmp_path):
     name = SCRIPTS[number % 3]
     for script in SCRIPTS:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import fields
 
 import pytest
+import ranks
 from conftest import ROOT
 from test_project import CEILINGS, check_flags, load_benchmark, load_script
 
@@ -48,11 +49,15 @@ def test_there_is_a_note_of_each_number():
 @pytest.mark.parametrize("path", NOTES, ids=lambda path: path.stem)
 def test_blocks_of_the_notes_run_and_print_what_is_shown(path):
     assert doctest.DocTestParser().get_examples(path.read_text()) or path.stem.startswith("11")  # that one has results
-    command = [sys.executable, "-m", "doctest", "-o", "NORMALIZE_WHITESPACE", f"notes/{path.name}"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    ranks.run_ranks(1, run_blocks, str(path))
+
+
+def run_blocks(path):
+    """As `python -m doctest -o NORMALIZE_WHITESPACE path` from the root, without a wait for the libraries."""
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    failed, _ = doctest.testfile(path, module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert failed == 0
 
 
 def test_blocks_that_are_sessions_are_all_run():
@@ -185,6 +190,7 @@ def test_formulas_survive_github(path):
 FIGURES = sorted((ROOT / "notes").glob("figures_*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
 def test_figures_are_what_their_scripts_draw(path, monkeypatch, tmp_path):
     """Drawn again and compared by eye, as it were: fonts may differ by a pixel, curves may not."""

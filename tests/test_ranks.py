@@ -8,7 +8,7 @@ from conftest import ROOT, make_model, toy_rows, untimed, write_rows
 from ranks import bare, run_ranks, train
 
 # Every term of both losses, both clips, several steps. With plain SGD: AdamW turns rounding into steps.
-FLAGS = {"track": "none", "lr": 0.05, "critic_lr": 0.05, "batch_size": 16, "minibatch_size": 8, "microbatch_tokens": 40}
+FLAGS = {"track": "none", "lr": 0.05, "critic_lr": 0.05, "batch_size": 8, "minibatch_size": 4, "microbatch_tokens": 40}
 FLAGS |= {"ppo_epochs": 2, "entropy_coef": 0.01, "kl_loss_coef": 0.1, "kl_reward_coef": 0.05, "value_clip": 0.2}
 FLAGS |= {"dual_clip": 3.0, "max_response_length": 10, "total_iterations": 5, "save_every": 0, "eval_every": 5}
 FIXED = {"eval_rows": 0, "top_k": 44}  # the vocabulary: fixed responses have no log-probs that could be compared
@@ -45,7 +45,7 @@ def runs(folder):
     def run(script, world, wanted):
         files = {"model": str(folder / "model"), "dataset": str(folder / "train.jsonl")}
         files |= {"reward": f"{folder}/toy_reward.py:early", "output_dir": str(folder / f"{script}-{world}")}
-        own = {"group_size": 2, "batch_size": 8} if script.startswith("grpo") else {}
+        own = {"group_size": 2, "batch_size": 8, "minibatch_size": 8} if script.startswith("grpo") else {}
         without = ("critic_lr", "value_clip") if script.startswith("grpo") else ()
         path, todo = folder / f"{script}.py" if script == "grpo_llm_fsdp" else ROOT / f"{script}.py", []
         for name, (flags, options) in wanted.items():
@@ -135,10 +135,10 @@ ALL = {"offload": True, "gradient_checkpointing": True}
 SHARDED = {
     "sgd": SGD_FIXED,
     "copies": (FIXED | ALL | {"shard_group_size": 1}, SGD_FIXED[1]),
-    "lora": lora(),
     "sharded rollout": (ADAM | {"rollout_params": "sharded"}, {}),
 }
 ALONE = {
+    "lora": lora(),
     "offload": (FIXED | {"offload": True}, SGD_FIXED[1]),
     "checkpointing": (FIXED | {"gradient_checkpointing": True}, SGD_FIXED[1]),
     "copies alone": (FIXED | {"shard_group_size": 1}, SGD_FIXED[1]),
