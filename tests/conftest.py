@@ -206,7 +206,7 @@ def start(script, fields, processes=2, launcher=("accelerate", "launch"), **opti
     return subprocess.Popen(command, env=env, **pipes | options)
 
 
-def launch(script, fields, processes=2, timeout=180, **options):
+def launch(script, fields, processes=2, timeout=500, **options):
     """Runs a launch to its end: (exit code, console)."""
     process = start(script, fields, processes, **options)
     try:

@@ -70,7 +70,7 @@ def be_rank(rank, world, port, function, args, folder):
     os._exit(code)  # nothing of the server's is to be tidied
 
 
-def fork_ranks(world, function, *args, timeout=240, meanwhile=None):
+def fork_ranks(world, function, *args, timeout=500, meanwhile=None):
     """function(*args), of a module that can be imported, on each of `world` ranks: exit codes, consoles, results.
 
     As under a launcher all end when one has failed. meanwhile: called with the processes while they run.

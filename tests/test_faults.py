@@ -100,7 +100,7 @@ def test_damaged_input_ends_with_a_sentence_or_its_cause(number, tmp_path):
     case = tmp_path / "cases" / "case"
     case.mkdir(parents=True)
     what, words = faults.one_input(number, case, name)
-    code, console = run_script(tmp_path / f"{name}.py", words, 1, folder=case, timeout=100)
+    code, console = run_script(tmp_path / f"{name}.py", words, 1, folder=case, timeout=300)
     assert code is not None, f"{what} hangs"
     if code == 0:
         assert faults.is_finite(case), what

@@ -337,7 +337,7 @@ def test_a_reward_file_may_use_process_pools(script, toy_flags, tmp_path):
     (tmp_path / "pool_reward.py").write_text(RUN_POOL)
     flags = toy_flags | {"reward": f"{tmp_path}/pool_reward.py:reward", "output_dir": tmp_path, "run_name": "run"}
     flags |= {"total_iterations": 1}
-    code, console = forked(script, flags, timeout=100)
+    code, console = forked(script, flags)
     assert code == 0, console
     m = read_metrics(tmp_path / "run")[1]
     assert m["reward/mean"] > 0 and m["reward/mean"] <= 2 * m["response/length_mean"]
