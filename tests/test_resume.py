@@ -140,9 +140,11 @@ def early(prompts, responses, answers):
 """
 
 
+VICTIMS = [(script, "worker") for script in SCRIPTS] + [("ppo_llm", "launcher"), ("ppo_llm_fsdp", "launcher")]
+
+
 @pytest.mark.slow
-@each_script()
-@pytest.mark.parametrize("victim", ["worker", "launcher"])
+@pytest.mark.parametrize("script, victim", VICTIMS, indirect=["script"], scope="module")
 def test_a_killed_run_goes_on_to_the_bit(script, flags, unbroken, tmp_path, victim):
     run_dir = flags["output_dir"] / victim
     (tmp_path / f"{victim}_reward.py").write_text(SLOW.format(gate=str(tmp_path / "gate")))
@@ -172,7 +174,7 @@ def test_a_killed_run_goes_on_to_the_bit(script, flags, unbroken, tmp_path, vict
 
 
 @pytest.mark.slow
-@each_script()
+@each_script("ppo_llm", "ppo_llm_fsdp")
 def test_a_signal_finishes_the_iteration_and_saves(script, flags, unbroken):
     run_dir = flags["output_dir"] / "signalled"
     flags = flags | {"run_name": "signalled", "save_every": 0}
