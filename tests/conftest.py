@@ -36,6 +36,14 @@ def pytest_addoption(parser):
     parser.addoption("--script", default=str(ROOT / "ppo_llm.py"), help="the script to test: a copy of ppo_llm.py")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """`once`: what the scripts share to the byte is tried with the first of them, with the others in the slow tests."""
+    for item in items:
+        if item.get_closest_marker("once") and item.callspec.params["script"] != SCRIPTS[0]:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def script(request):
     """Path of the script under test: --script, or the one that `each_script` on a test names."""

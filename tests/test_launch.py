@@ -157,12 +157,14 @@ def one_and_two(script, toy_flags, tmp_path_factory):
     return folder / "run1", folder / "run2"
 
 
+@pytest.mark.once
 def test_completions_are_those_of_one_process(one_and_two):
     for name in ("eval_000002.jsonl", "step_000002.jsonl", "eval_000000.jsonl"):
         one, two = (read_rows(run_dir / "completions" / name) for run_dir in one_and_two)
         assert [row["response"] for row in one] == [row["response"] for row in two]
 
 
+@pytest.mark.once
 def test_the_run_folder_keeps_the_callers_file(one_and_two, script, toy_flags):
     for run_dir in one_and_two:
         assert (run_dir / script.name).exists() and "schedule" in (run_dir / "mine.py").read_text()
@@ -192,6 +194,7 @@ BUGS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("bug", BUGS)
 def test_ones_own_bug_shows_file_and_line(script, toy_flags, tmp_path, bug):
     old, new, message = BUGS[bug]
@@ -204,6 +207,7 @@ def test_ones_own_bug_shows_file_and_line(script, toy_flags, tmp_path, bug):
     assert re.search(rf'File "{mine}", line \d+, in main', console), console
 
 
+@pytest.mark.once
 def test_an_error_in_a_reward_file_shows_file_and_line(script, toy_flags, tmp_path):
     (tmp_path / "broken_reward.py").write_text("def reward(prompts, responses, answers):\n    return {}[4]\n")
     flags = toy_flags | {"reward": f"{tmp_path}/broken_reward.py:reward", "output_dir": tmp_path}
@@ -213,6 +217,7 @@ def test_an_error_in_a_reward_file_shows_file_and_line(script, toy_flags, tmp_pa
     )
 
 
+@pytest.mark.once
 def test_nan_in_the_loss_names_iteration_and_step(script, toy_flags, tmp_path):
     source, old = script.read_text(), "    losses, clipped = torch.maximum(unclipped, bounded), bounded > unclipped"
     assert source.count(old) == 1
@@ -227,12 +232,14 @@ def test_nan_in_the_loss_names_iteration_and_step(script, toy_flags, tmp_path):
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
+@pytest.mark.once
 def test_what_every_rank_finds_is_printed_once(script, toy_flags, tmp_path):
     code, console = forked(script, toy_flags | {"output_dir": tmp_path, "minibatch_size": 1}, timeout=200)
     assert code != 0 and console.count("error: ") == 1 and "2 processes" in console, console
     assert "Traceback" not in console[: console.index("error: ")] and not list(tmp_path.iterdir())
 
 
+@pytest.mark.once
 def test_what_one_rank_finds_that_rank_prints(script, toy_flags, tmp_path):
     (tmp_path / "one_reward.py").write_text(
         "import os\n\n\ndef reward(prompts, responses, answers):\n"

@@ -271,7 +271,10 @@ def before():
     return {}
 
 
-CASES = [(script, name) for script in ("ppo_llm", "grpo_llm") for name in changes(script)]
+CASES = [("ppo_llm", name) for name in changes("ppo_llm")]
+for flag, change in changes("grpo_llm").items():  # those that both have, where nothing differs, among the slow tests
+    slow = pytest.mark.slow if CHANGES.get(flag) == change else ()
+    CASES.append(pytest.param("grpo_llm", flag, marks=slow))
 
 
 @pytest.mark.parametrize("script, name", CASES, indirect=["script"], scope="module")
