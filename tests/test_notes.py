@@ -15,7 +15,7 @@ from test_project import CEILINGS, check_flags, load_benchmark, load_script
 
 NOTES = sorted((ROOT / "notes").glob("[0-9]*.md"))
 PAGES = [*NOTES, ROOT / "notes" / "README.md", ROOT / "README.md"]
-CHAPTERS = range(1, 13)
+CHAPTERS = range(1, 14)
 
 
 def load_refresh():
@@ -30,6 +30,7 @@ def prose(path):
 def sources():
     """Everything that a name in the notes may be the name of."""
     files = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("notes/*.py")]
+    files += [*ROOT.glob("notes/variants/*.patch"), *ROOT.glob("notes/variants/*.py")]
     return "\n".join(path.read_text() for path in files) + (ROOT / "pyproject.toml").read_text()
 
 
@@ -125,7 +126,8 @@ def test_names_in_the_notes_exist(path):
     spans = [(span, "verl" in part) for part in text.split("\n\n") for span in re.findall(r"`([^`\n]+)`", part)]
     for span, theirs in spans:  # where verl is spoken of, names may be verl's
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]*", span):
-            assert flag in known | OTHERS or f'"{flag}"' in everything, f"`{span}`"
+            own = re.search(rf"(?m)^\+    {flag[2:].replace('-', '_')}: ", everything)  # of a variant
+            assert flag in known | OTHERS or f'"{flag}"' in everything or own, f"`{span}`"
         if re.fullmatch(r"[a-z]+/\w+", span):  # a metric, or a folder
             assert span in everything or (ROOT / span).exists() or span.split("/")[0] in RUN_FOLDER, f"`{span}`"
         elif re.fullmatch(r"[a-zA-Z]\w*_\w+(\(\))?", span):  # a name

@@ -1,0 +1,147 @@
+"""Tasks for variants whose effect the embedded task cannot show, each with its own small model, made in seconds.
+
+    python benchmarks/tasks.py sequence FOLDER      continue 2581, 4703.., with a model that knows nothing
+    python benchmarks/tasks.py calculator FOLDER    word problems too large for the head of a model that can calculate
+
+Each writes FOLDER/model, FOLDER/train.jsonl and FOLDER/test.jsonl.
+
+`sequence`: a randomly initialised Llama of 0.1M parameters, a token for each digit, is asked for the next eight digits
+of an arithmetic sequence modulo ten. Its rewards are functions of this file, `--reward benchmarks/tasks.py:NAME`: for
+every right digit until the first wrong one (`each_character`, for process_reward.patch), their sum as the score of the
+response (`one_score`), or a point for a whole answer (`all_or_nothing`).
+
+`calculator`: the embedded model after two minutes of pretraining on larger numbers, in which a fifth of the answers ask
+for results, `<calc>37*48</calc>1776` (for tool_call.patch); its reward is `gsm8k`.
+"""
+
+import argparse
+import json
+import os
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TINY = Path(__file__).resolve().parent / "tiny"
+
+
+def write_rows(folder, name, rows):
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# ------------------------------------------------------------------------------------------------ arithmetic sequences
+
+
+def right_characters(response, answer):
+    """So many characters are right before the first that is not."""
+    return next((i for i, (a, b) in enumerate(zip(response, answer)) if a != b), min(len(response), len(answer)))
+
+
+def each_character(prompts, responses, answers):
+    """For each response a list of (end of a piece, score): a share of 1 for every right character."""
+    counts = map(right_characters, responses, answers)
+    return [[(i + 1, 1 / len(answer)) for i in range(count)] for count, answer in zip(counts, answers)]
+
+
+def one_score(prompts, responses, answers):
+    """The same rewards as one number for the response."""
+    return [sum(score for _, score in pieces) for pieces in each_character(prompts, responses, answers)]
+
+
+def all_or_nothing(prompts, responses, answers):
+    """1 if the whole answer is right."""
+    return [float(response == answer) for response, answer in zip(responses, answers)]
+
+
+def make_sequences(folder):
+    tokens = ["<pad>", "<eos>", *"0123456789"]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer.add_special_tokens(tokens[:2])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"vocab_size": len(tokens), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    LlamaForCausalLM(LlamaConfig(**sizes, **ids, max_position_embeddings=64)).save_pretrained(folder / "model")
+    rows = []
+    for start in range(10):
+        for step in (1, 2, 3):  # on a clock of ten hours
+            terms = "".join(str((start + i * step) % 10) for i in range(12))
+            rows.append({"prompt": terms[:4], "answer": terms[4:]})
+    random.Random(1).shuffle(rows)
+    write_rows(folder, "test", rows[:6])
+    write_rows(folder, "train", rows[6:])
+
+
+# --------------------------------------------------------------------------------------------------- larger numbers
+
+
+def make_problem(rng):
+    """(question, [(expression, result), (expression, result)]) with numbers of two to four digits."""
+    name, item = (
+        rng.choice(("Ana", "Ben", "Eva", "Leo", "Mia", "Tess")),
+        rng.choice(("apples", "books", "eggs", "nuts")),
+    )
+    count, each, k = rng.randint(12, 99), rng.randint(12, 99), rng.randint(12, 99)
+    product = count * each
+    sign, verb = rng.choice((("+", "finds"), ("-", "loses")))
+    total = product + k if sign == "+" else product - k
+    question = f"{name} has {count} boxes of {each} {item}. {name} {verb} {k}. How many {item} does {name} have now?"
+    return question, [(f"{count}*{each}", product), (f"{product}{sign}{k}", total)]
+
+
+def write_answer(rng, steps):
+    """A fifth asks for results, three tenths work them out (the model will often be wrong), half blurts."""
+    u, (_, total) = rng.random(), steps[-1]
+    if u < 0.5:
+        return f" #### {max(1, total + rng.randint(-300, 300))}"
+    shown = (f"<calc>{ask}</calc>{result}" if u < 0.7 else f"{ask}={result}" for ask, result in steps)
+    return f" First {', then '.join(shown)}.\n#### {total}"
+
+
+def make_calculator(folder, num_steps=400, batch=48):
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    torch.manual_seed(1)
+    rng = random.Random(1)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(TINY / "model"),
+        AutoTokenizer.from_pretrained(TINY / "model"),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(num_steps):
+        optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, 3 * (1 - step / num_steps))
+        problems = [make_problem(rng) for _ in range(batch)]
+        questions = tokenizer([question for question, _ in problems])["input_ids"]
+        answers = tokenizer([write_answer(rng, steps) for _, steps in problems])["input_ids"]
+        rows = [torch.tensor(q + a + [tokenizer.eos_token_id]) for q, a in zip(questions, answers)]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+        for row, question in zip(labels, questions):
+            row[: len(question)] = -100
+        loss = model(input_ids=tokens, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 0:
+            print(f"step {step:4d}  loss {loss.item():.3f}", flush=True)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    problems = {}
+    while len(problems) < 2300:
+        question, steps = make_problem(rng)
+        problems[question] = f"#### {steps[-1][1]}"
+    rows = [{"question": question, "answer": answer} for question, answer in problems.items()]
+    write_rows(folder, "test", rows[:300])
+    write_rows(folder, "train", rows[300:])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=("sequence", "calculator"))
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    {"sequence": make_sequences, "calculator": make_calculator}[args.task](args.folder)

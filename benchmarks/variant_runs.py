@@ -1,0 +1,154 @@
+"""Learning runs of the variants, beside the scripts that they change: benchmarks/results/variants/.
+
+    python benchmarks/variant_runs.py list
+    python benchmarks/variant_runs.py run cispo ...          what the names begin with, all seeds, two runs at a time
+    python benchmarks/variant_runs.py table                  README.md with a line for each experiment, and the figures
+
+Each run is one process with one thread; of its metrics a csv is kept, as benchmarks/learning.py does, so that plot.py
+can draw it. Runs that are there are not run again.
+"""
+
+import argparse
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import learning
+import plot
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "variants"
+sys.path.insert(0, str(ROOT / "notes"))
+import variants  # noqa: E402
+
+ONE_STEP, EPOCHS = "--minibatch-size 256", "--ppo-epochs 4"
+SEQUENCE = "--model {tasks}/sequence/model --dataset {tasks}/sequence/train.jsonl --max-response-length 9 --lr 1e-3"
+SEQUENCE += " --critic-lr 1e-3 --lam 0.95 --kl-reward-coef 0 --entropy-coef 0.01 --total-iterations 120 --eval-every 20"
+CALCULATOR = "--model {tasks}/calculator/model --dataset {tasks}/calculator/train.jsonl --max-response-length 96"
+CALCULATOR += " --lr 1.5e-4 --total-iterations 30 --microbatch-tokens 2048"
+LENGTH = "--reward notes/variants/length_control.py:length_control"
+EXPERIMENTS = {  # name: (script or variant, flags, seeds)
+    "ppo": ("ppo_llm", "", 3),
+    "ppo-1step": ("ppo_llm", ONE_STEP, 3),
+    "ppo-epochs4": ("ppo_llm", EPOCHS, 3),
+    "plain_pg": ("plain_pg", "", 3),
+    "plain_pg-1step": ("plain_pg", ONE_STEP, 3),
+    "plain_pg-epochs4": ("plain_pg", EPOCHS, 3),
+    "vc_ppo": ("vc_ppo", "--total-iterations 50", 3),
+    "grpo": ("grpo_llm", "", 3),
+    "cispo": ("cispo", "", 3),
+    "dapo": ("dapo", "", 3),
+    "gspo": ("gspo", "", 3),
+    "replay": ("replay", "", 3),
+    "distill": ("distill", "--ref-model {teacher} --lr-schedule linear --total-iterations 20 --eval-every 2", 3),
+    "two_turns": ("two_turns", "--max-response-length 96", 3),
+    "tool_call": ("tool_call", CALCULATOR, 3),
+    "tool_call-without": ("grpo_llm", CALCULATOR, 1),
+    "sequence-each": ("process_reward", f"{SEQUENCE} --reward benchmarks/tasks.py:each_character", 3),
+    "sequence-one": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:one_score", 3),
+    "sequence-all": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:all_or_nothing", 3),
+    "length-60": ("grpo_llm", LENGTH, 1),
+}
+ENVIRONMENT = {"length-60": {"LENGTH_TARGET": "60"}}
+FIGURES = {
+    "plain_pg": ("ppo", "plain_pg", "ppo-1step", "plain_pg-1step", "ppo-epochs4", "plain_pg-epochs4"),
+    "grpo": ("grpo", "cispo", "dapo", "gspo", "replay", "distill"),
+    "tasks": ("sequence-each", "sequence-one", "sequence-all"),
+}
+
+
+def run(name, seed, args):
+    """One run, unless its csv is there."""
+    base, flags, _ = EXPERIMENTS[name]
+    target = args.results / name / f"seed_{seed}.csv"
+    if target.exists():
+        return
+    flags = flags.format(tasks=args.tasks, teacher=args.teacher)
+    with tempfile.TemporaryDirectory() as folder:
+        script = ROOT / f"{base}.py"
+        if not script.exists():  # a copy needs the embedded model beside it
+            script = Path(folder, f"{base}_llm.py")
+            script.write_text(variants.patched(base))
+            Path(folder, "benchmarks").symlink_to(ROOT / "benchmarks")
+        words = ["--seed", str(seed), "--output-dir", f"{folder}/runs", "--run-name", "run", "--save-every", "0"]
+        words += ["--track", "none", *shlex.split(flags)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | ENVIRONMENT.get(name, {})
+        done = subprocess.run(
+            [sys.executable, script, *words], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        if done.returncode:
+            print(f"{name}, seed {seed}: {done.stderr[-2000:]}", flush=True)
+            return
+        rows = plot.read_run(Path(folder, "runs", "run"))
+    rows[-1]["time/launch_to_exit"] = rows[-1]["time/elapsed"]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    learning.write_compact(rows, target)
+    last = [row for row in rows if "eval/score" in row][-1]
+    print(f"{name}, seed {seed}: greedy {last['eval/score']:.3f}, sampled {last['eval/score_sampled']:.3f}", flush=True)
+
+
+def cells(name, args):
+    """The line of an experiment: means over its seeds, lowest and highest in brackets."""
+    base, flags, _ = EXPERIMENTS[name]
+    runs = plot.read_runs(args.results / name)
+
+    def over_seeds(value):
+        values = [value(rows) for rows in runs]
+        spread = f" ({min(values):.3f}-{max(values):.3f})" if len(values) > 1 else ""
+        return f"{statistics.mean(values):.3f}{spread}"
+
+    def last(metric):
+        return over_seeds(lambda rows: [row[metric] for row in rows if metric in row][-1])
+
+    responses = statistics.mean(rows[-1]["responses"] for rows in runs)
+    columns = [name, f"`{base} {flags}`".replace(" `", "`"), str(len(runs)), last("eval/score")]
+    return [*columns, last("eval/score_sampled"), last("eval/length_mean"), f"{responses:,.0f}"]
+
+
+def table(args):
+    lines = [
+        ["experiment", "script or variant, flags", "seeds", "greedy", "sampled", "length", "responses"],
+        ["---"] * 7,
+    ]
+    lines += [cells(name, args) for name in EXPERIMENTS if (args.results / name).exists()]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    head = "Made by `python benchmarks/variant_runs.py run` and `table`, one process with one thread each. Scores are"
+    head += "\nof the last evaluation: means over the seeds, lowest and highest in brackets; length in tokens."
+    (args.results / "README.md").write_text(f"{head}\n\n{text}\n")
+    print(text)
+    for figure, names in FIGURES.items():
+        paths = [str(args.results / name) for name in names if (args.results / name).exists()]
+        if len(paths) > 1:
+            output = args.results / f"{figure}.png"
+            words = ["--metrics", "eval/score_sampled", "reward/mean", "--output", str(output)]
+            subprocess.run([sys.executable, ROOT / "benchmarks" / "plot.py", *paths, *words], check=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("list", "run", "table"))
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--tasks", default="runs/tasks", help="folder with what benchmarks/tasks.py makes")
+    parser.add_argument("--teacher", default="runs/teacher/final", help="final/ of a run, for distill")
+    args = parser.parse_args()
+    if args.command == "list":
+        for name, (base, flags, seeds) in EXPERIMENTS.items():
+            print(f"{name:20} {seeds} seeds  {base} {flags}")
+    elif args.command == "run":
+        chosen = [name for prefix in args.names for name in EXPERIMENTS if name.startswith(prefix)]
+        todo = [(name, seed) for seed in args.seeds for name in chosen if seed <= EXPERIMENTS[name][2]]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda one: run(*one, args), todo))
+    else:
+        table(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Reward: how likely another language model finds the answer "Yes" when it is asked whether a response is good.
+
+    JUDGE_MODEL=Qwen/Qwen2.5-1.5B-Instruct accelerate launch ppo_llm.py --reward notes/variants/judge.py:judge ...
+
+The log-probability of " Yes" after the rubric, by a frozen model on the device of the rank, all of one batch together.
+JUDGE_MODEL is a transformers folder or hub id (default: the embedded model, which knows nothing of judging),
+JUDGE_RUBRIC a text with {prompt}, {response} and {answer}, JUDGE_BATCH the rows of one forward pass (default: 16). It
+is a score for whoever has a rubric and no rule; what it likes besides (length, praise) the policy will find out.
+"""
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+EMBEDDED = Path(__file__).resolve().parents[2] / "benchmarks" / "tiny" / "model"
+RUBRIC = (
+    "Question: {prompt}\nA right answer: {answer}\nAn answer to be judged: {response}\n"
+    "Is the judged answer right, and is every step of it? Answer Yes or No.\nAnswer:"
+)
+
+
+@functools.cache
+def load():
+    name = os.environ.get("JUDGE_MODEL", str(EMBEDDED))
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
+    return model.to(device).eval().requires_grad_(False), AutoTokenizer.from_pretrained(name), device
+
+
+@torch.no_grad()
+def judge(prompts, responses, answers):
+    """Sum of the log-probs of the tokens of " Yes", a number of at most 0 for each response."""
+    model, tokenizer, device = load()
+    rubric = os.environ.get("JUDGE_RUBRIC", RUBRIC)
+    yes = tokenizer(" Yes", add_special_tokens=False)["input_ids"]
+    asked = [rubric.format(prompt=p, response=r, answer=a) for p, r, a in zip(prompts, responses, answers)]
+    scores = []
+    for part in torch.arange(len(asked)).split(int(os.environ.get("JUDGE_BATCH", "16"))):
+        rows = [torch.tensor(tokenizer(asked[i])["input_ids"] + yes, device=device) for i in part]
+        tokens = pad_sequence(rows, batch_first=True)  # padded at the end, where causal attention does not look
+        ends = torch.tensor([len(row) for row in rows], device=device)
+        states = (ends[:, None] - len(yes) - 1) + torch.arange(len(yes), device=device)  # (b,y) that predict " Yes"
+        hidden = model.base_model(tokens, use_cache=False).last_hidden_state
+        hidden = hidden.gather(1, states[..., None].expand(-1, -1, hidden.shape[-1]))  # (b,y,H)
+        logprobs = model.get_output_embeddings()(hidden).float().log_softmax(-1)
+        scores += logprobs[..., range(len(yes)), yes].sum(-1).tolist()
+    return scores

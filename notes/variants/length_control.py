@@ -1,0 +1,21 @@
+"""Reward: right, and as long as it should be (the length reward of L1, 2503.04697, eq. 1, with one length for all).
+
+    LENGTH_TARGET=100 accelerate launch grpo_llm.py --reward notes/variants/length_control.py:length_control ...
+
+1 for a right answer (the number after the last ####), minus LENGTH_WEIGHT (default .5) times the distance of its length
+in characters from LENGTH_TARGET (default 100), as a share of the target, at most 1. A wrong answer loses it too, so that
+right ones are always worth more than wrong ones of the same length.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where grpo_llm.py is
+from grpo_llm import gsm8k
+
+
+def length_control(prompts, responses, answers):
+    target, weight = int(os.environ.get("LENGTH_TARGET", "100")), float(os.environ.get("LENGTH_WEIGHT", ".5"))
+    distances = [min(1.0, abs(len(response) - target) / target) for response in responses]
+    return [score - weight * far for score, far in zip(gsm8k(prompts, responses, answers), distances)]
