@@ -231,7 +231,7 @@ def group_advantages(scores, group_size, estimator):  # [5.13]
     call it; verl whitens over tokens).
     """
     groups = scores.view(-1, group_size)  # (N,G)
-    advantages = groups - groups.mean(1, keepdim=True)
+    advantages = groups - groups.mean(1, keepdim=True)  # [5.1]
     if estimator == "grpo":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)  # [5.3]
     if estimator == "rloo":  # s - (sum - s) / (G - 1)

@@ -3,7 +3,7 @@
     LENGTH_TARGET=100 accelerate launch grpo_llm.py --reward notes/variants/length_control.py:length_control ...
 
 1 for a right answer (the number after the last ####), minus LENGTH_WEIGHT (default .5) times the distance of its length
-in characters from LENGTH_TARGET (default 100), as a share of the target, at most 1. A wrong answer loses it too, so that
+in characters from LENGTH_TARGET (default 100), as a share of it, at most 1. A wrong answer loses it too, so that
 right ones are always worth more than wrong ones of the same length.
 """
 
