@@ -376,7 +376,7 @@ def test_two_turns_train_on_what_was_sampled(variant, train, folder, monkeypatch
         assert valid.sum() == len(response.ids) - len(inserted)
         if inserted:
             two += 1
-            assert [response.ids[i] for i in inserted] == turn and 1 <= inserted[0] <= 8
+            assert [response.ids[i] for i in inserted] == turn + row["input_ids"] and 1 <= inserted[0] <= 8
         first = tokenizer.decode(response.ids[: inserted[0] if inserted else None], skip_special_tokens=True)
         assert bool(inserted) == (not first or first[0] >= "5")  # asked again if wrong
     assert 0 < two < len(rows) and metrics[1]["response/two_turns_frac"] == two / len(rows)
