@@ -64,7 +64,7 @@ def early(prompts, responses, answers):
 """
 
 
-@each_script()
+@each_script("ppo_llm_fsdp")  # in which the ranks wait for each other most often
 def test_a_late_rank_changes_nothing(script, flags, tmp_path):
     found = []
     for seconds in (0, 3):

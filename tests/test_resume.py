@@ -140,7 +140,7 @@ def early(prompts, responses, answers):
 """
 
 
-VICTIMS = [(script, "worker") for script in SCRIPTS] + [("ppo_llm", "launcher"), ("ppo_llm_fsdp", "launcher")]
+VICTIMS = [(script, "worker") for script in SCRIPTS] + [("ppo_llm_fsdp", "launcher")]
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_a_killed_run_goes_on_to_the_bit(script, flags, unbroken, tmp_path, vict
 
 
 @pytest.mark.slow
-@each_script("ppo_llm", "ppo_llm_fsdp")
+@each_script("ppo_llm_fsdp")
 def test_a_signal_finishes_the_iteration_and_saves(script, flags, unbroken):
     run_dir = flags["output_dir"] / "signalled"
     flags = flags | {"run_name": "signalled", "save_every": 0}
