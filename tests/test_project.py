@@ -347,6 +347,10 @@ def test_commands_in_the_readme_are_legal():
         check_flags(script[1] if script else "ppo_llm", re.search(r'--flags="([^"]*)"|$', line)[1] or "")
     direct = [re.search(r"()\b(\w+_llm\w*)\.py ?(.*)", c) for c in commands if "python ppo" in c]
     direct += [re.search(r"num_processes (\d+).* (\w+_llm\w*)\.py ?(.*)", c) for c in commands if "num_processes" in c]
+    for command in commands:  # without a number of processes only a variant is launched, as it was applied
+        if "accelerate launch" in command and "num_processes" not in command:
+            name = re.search(r"launch (\w+)_llm.py$", command)[1]
+            assert (ROOT / "notes" / "variants" / f"{name}.patch").exists()
     for match in direct:
         check_flags(match[2], match[3].replace("...", ""), int(match[1] or 1))
     assert {match[2] for match in direct} == set(CEILINGS)  # learning.py's commands: tests/test_notes.py
