@@ -2,8 +2,10 @@
 
     python benchmarks/tasks.py sequence FOLDER      continue 2581, 4703.., with a model that knows nothing
     python benchmarks/tasks.py calculator FOLDER    word problems too large for the head of a model that can calculate
+    python benchmarks/tasks.py boxes FOLDER         in which of two boxes? with a model that guesses, and guesses again
+    python benchmarks/tasks.py lengths FOLDER       the embedded task, with a model that is now brief and now verbose
 
-Each writes FOLDER/model, FOLDER/train.jsonl and FOLDER/test.jsonl.
+Each writes FOLDER/model; all but `lengths` FOLDER/train.jsonl and FOLDER/test.jsonl, too.
 
 `sequence`: a randomly initialised Llama of 0.1M parameters, a token for each digit, is asked for the next eight digits
 of an arithmetic sequence modulo ten. Its rewards are functions of this file, `--reward benchmarks/tasks.py:NAME`: for
@@ -12,6 +14,13 @@ response (`one_score`), or a point for a whole answer (`all_or_nothing`).
 
 `calculator`: the embedded model after two minutes of pretraining on larger numbers, in which a fifth of the answers ask
 for results, `<calc>37*48</calc>1776` (for tool_call.patch); its reward is `gsm8k`.
+
+`boxes`: nothing tells in which of two boxes the nuts are, so that half of the first answers are right, whatever is
+learned. The embedded model after half a minute of pretraining on guesses, in which a second answer has nothing to do
+with the first. Who listens is right the second time (for two_turns.patch); its reward is `gsm8k`.
+
+`lengths`: the embedded model after a minute of pretraining on worked answers that say their last step one to five
+times, so that there are right answers of many lengths to choose from (for length_control.py).
 """
 
 import argparse
@@ -20,6 +29,7 @@ import os
 import random
 from pathlib import Path
 
+import make_tiny
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -102,25 +112,26 @@ def write_answer(rng, steps):
     return f" First {', then '.join(shown)}.\n#### {total}"
 
 
-def make_calculator(folder, num_steps=400, batch=48):
+def pretrain(folder, draw, num_steps, batch=48):
+    """The embedded model, trained on rows that `draw(batch)` invents: each a list of texts, of which the first, third..
+    are read and the others learned, with an EOS behind each."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     torch.manual_seed(1)
-    rng = random.Random(1)
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(TINY / "model"),
-        AutoTokenizer.from_pretrained(TINY / "model"),
-    )
+    model = AutoModelForCausalLM.from_pretrained(TINY / "model")
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(num_steps):
         optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, 3 * (1 - step / num_steps))
-        problems = [make_problem(rng) for _ in range(batch)]
-        questions = tokenizer([question for question, _ in problems])["input_ids"]
-        answers = tokenizer([write_answer(rng, steps) for _, steps in problems])["input_ids"]
-        rows = [torch.tensor(q + a + [tokenizer.eos_token_id]) for q, a in zip(questions, answers)]
+        rows, targets = [], []
+        for texts in draw(batch):
+            row, target = [], []
+            for i, ids in enumerate(tokenizer(texts)["input_ids"]):
+                ids = ids + [tokenizer.eos_token_id] if i % 2 else ids
+                row, target = row + ids, target + (ids if i % 2 else [-100] * len(ids))
+            rows.append(torch.tensor(row))
+            targets.append(torch.tensor(target))
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
-        for row, question in zip(labels, questions):
-            row[: len(question)] = -100
+        labels = torch.nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=-100)
         loss = model(input_ids=tokens, labels=labels).loss
         loss.backward()
         optimizer.step()
@@ -129,6 +140,16 @@ def make_calculator(folder, num_steps=400, batch=48):
             print(f"step {step:4d}  loss {loss.item():.3f}", flush=True)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+
+
+def make_calculator(folder):
+    rng = random.Random(1)
+
+    def draw(batch):
+        problems = [make_problem(rng) for _ in range(batch)]
+        return [[question, write_answer(rng, steps)] for question, steps in problems]
+
+    pretrain(folder, draw, num_steps=400)
     problems = {}
     while len(problems) < 2300:
         question, steps = make_problem(rng)
@@ -138,10 +159,52 @@ def make_calculator(folder, num_steps=400, batch=48):
     write_rows(folder, "train", rows[300:])
 
 
+# --------------------------------------------------------------------------------------------------------- two boxes
+
+
+def make_boxes(folder):
+    rng = random.Random(1)
+    again = "\nThat is wrong, try again.\n"  # as in two_turns.patch
+
+    def ask():
+        name, item = rng.choice(("Ana", "Ben", "Eva", "Leo", "Mia")), rng.choice(("books", "coins", "eggs", "shells"))
+        return f"{name} has {rng.randint(2, 99)} {item} in box 1 or 2. Which box?"
+
+    def draw(batch):
+        guess, questions = lambda: f" #### {rng.randint(1, 2)}", [ask() for _ in range(batch)]
+        return [[question, guess(), again + question, guess()] for question in questions]
+
+    pretrain(folder, draw, num_steps=100)
+    questions = list(dict.fromkeys(ask() for _ in range(3000)))
+    rows = [{"question": question, "answer": f"#### {rng.randint(1, 2)}"} for question in questions]
+    write_rows(folder, "test", rows[:300])
+    write_rows(folder, "train", rows[300:])
+
+
+# -------------------------------------------------------------------------------------------------------- any length
+
+
+def make_lengths(folder):
+    rng = random.Random(1)
+
+    def draw(batch):
+        problems = [make_tiny.make_problem(rng) for _ in range(batch)]
+        return [[question, verbose_answer(rng, steps)] for question, steps in problems]
+
+    pretrain(folder, draw, num_steps=200)
+
+
+def verbose_answer(rng, steps):
+    shown = [f"{expression}={result}" for expression, result in steps]
+    work = ", then ".join(shown) + f", so {shown[-1]}" * rng.randint(0, 4)
+    return f" First {work}.\n#### {steps[-1][1]}"
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=("sequence", "calculator"))
+    parser.add_argument("task", choices=("sequence", "calculator", "boxes", "lengths"))
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    {"sequence": make_sequences, "calculator": make_calculator}[args.task](args.folder)
+    makers = {"sequence": make_sequences, "calculator": make_calculator, "boxes": make_boxes, "lengths": make_lengths}
+    makers[args.task](args.folder)

@@ -9,6 +9,7 @@ can draw it. Runs that are there are not run again.
 """
 
 import argparse
+import json
 import os
 import shlex
 import statistics
@@ -23,15 +24,21 @@ import plot
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "variants"
-sys.path.insert(0, str(ROOT / "notes"))
+sys.path[:0] = str(ROOT), str(ROOT / "notes")
 import variants  # noqa: E402
+
+import grpo_llm  # noqa: E402
 
 ONE_STEP, EPOCHS = "--minibatch-size 256", "--ppo-epochs 4"
 SEQUENCE = "--model {tasks}/sequence/model --dataset {tasks}/sequence/train.jsonl --max-response-length 9 --lr 1e-3"
 SEQUENCE += " --critic-lr 1e-3 --lam 0.95 --kl-reward-coef 0 --entropy-coef 0.01 --total-iterations 120 --eval-every 20"
 CALCULATOR = "--model {tasks}/calculator/model --dataset {tasks}/calculator/train.jsonl --max-response-length 96"
 CALCULATOR += " --lr 1.5e-4 --total-iterations 30 --microbatch-tokens 2048"
-LENGTH = "--reward notes/variants/length_control.py:length_control"
+BOXES = "--model {tasks}/boxes/model --dataset {tasks}/boxes/train.jsonl --max-response-length 16 --lr 1e-3"
+BOXES += " --kl-loss-coef 0 --total-iterations 20 --eval-every 5"
+LENGTHS = "--model {tasks}/lengths/model --dataset benchmarks/tiny/train.jsonl --max-response-length 96 --lr 1.5e-4"
+LENGTHS += " --total-iterations 30 --microbatch-tokens 2048"
+CONTROL = f"{LENGTHS} --reward notes/variants/length_control.py:length_control"
 EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "ppo": ("ppo_llm", "", 3),
     "ppo-1step": ("ppo_llm", ONE_STEP, 3),
@@ -50,15 +57,18 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
         "--ref-model {teacher} --lr 6e-4 --lr-schedule linear --total-iterations 20 --eval-every 4",
         3,
     ),
-    "two_turns": ("two_turns", "--max-response-length 96", 3),
+    "two_turns": ("two_turns", "--max-response-length 96", 1),
+    "boxes": ("two_turns", BOXES, 3),
     "tool_call": ("tool_call", CALCULATOR, 3),
     "calculator-without": ("grpo_llm", CALCULATOR, 1),
     "sequence-each": ("process_reward", f"{SEQUENCE} --reward benchmarks/tasks.py:each_character", 3),
     "sequence-one": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:one_score", 3),
     "sequence-all": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:all_or_nothing", 3),
-    "length-60": ("grpo_llm", LENGTH, 1),
+    "lengths-free": ("grpo_llm", LENGTHS, 3),
+    "lengths-60": ("grpo_llm", CONTROL, 3),
+    "lengths-100": ("grpo_llm", CONTROL, 3),
 }
-ENVIRONMENT = {"length-60": {"LENGTH_TARGET": "60"}}
+ENVIRONMENT = {f"lengths-{n}": {"LENGTH_TARGET": str(n)} for n in (60, 100)}
 FIGURES = {
     "plain_pg": ("ppo", "plain_pg", "ppo-1step", "plain_pg-1step", "ppo-epochs4", "plain_pg-epochs4"),
     "grpo": ("grpo", "cispo", "dapo", "gspo", "replay", "distill"),
@@ -89,7 +99,13 @@ def run(name, seed, args):
             print(f"{name}, seed {seed}: {done.stderr[-2000:]}", flush=True)
             return
         rows = plot.read_run(Path(folder, "runs", "run"))
+        completions = sorted(Path(folder, "runs", "run", "completions").glob("eval_*.jsonl"))[-1]
+        samples = [json.loads(line) for line in completions.read_text().splitlines()]
     rows[-1]["time/launch_to_exit"] = rows[-1]["time/elapsed"]
+    rows[-1]["eval/characters_sampled"] = statistics.mean(len(row["response_sampled"]) for row in samples)
+    if name.startswith("lengths"):  # whose score also counts the length
+        triples = [[row[key] for row in samples] for key in ("prompt", "response_sampled", "answer")]
+        rows[-1]["eval/right_sampled"] = statistics.mean(grpo_llm.gsm8k(*triples))
     target.parent.mkdir(parents=True, exist_ok=True)
     learning.write_compact(rows, target)
     last = [row for row in rows if "eval/score" in row][-1]

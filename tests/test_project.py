@@ -19,7 +19,7 @@ from dataclasses import fields
 
 import pytest
 import ranks
-from conftest import ROOT
+from conftest import ROOT, read_metrics
 from transformers import AutoModelForCausalLM
 
 TINY = ROOT / "benchmarks" / "tiny"
@@ -381,6 +381,21 @@ def test_named_algorithms_in_the_readme_are_legal():
     assert rows.keys() >= {"Dr.GRPO", "RLOO", "REINFORCE++", "REINFORCE++-baseline"}
     for flags in rows.values():
         check_flags("grpo_llm", flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["GRPO", "Dr.GRPO", "RLOO", "REINFORCE++", "REINFORCE++-baseline"])
+def test_named_algorithms_in_the_readme_run(name, tmp_path):
+    """Its line, as printed, on two processes: one iteration. The variants: tests/test_variants.py."""
+    flags = re.search(rf"^\| {re.escape(name)} \| (?:`(--[^`]*)`)? ?\|", readme(), re.M)[1] or ""
+    words = ["--total-iterations", "1", "--eval-rows", "0", "--save-every", "0", "--track", "none"]
+    words += ["--output-dir", str(tmp_path), "--run-name", "run", *shlex.split(flags)]
+    code, console = ranks.run_script(ROOT / "grpo_llm.py", words, 2)
+    assert code == 0, console
+    metrics = read_metrics(tmp_path / "run")[-1]
+    assert metrics["actor/grad_norm"] > 0 and metrics["advantage/std"] > 0.01
+    assert metrics["rollout/logprob_diff"] < 1e-4 and metrics["actor/clipfrac"] < 0.5
+    assert json.loads((tmp_path / "run" / "args.json").read_text())["num_processes"] == 2
 
 
 def test_the_memory_table_of_the_notes_follows_from_its_formulas():
