@@ -109,7 +109,7 @@ class Args:
 
     # Rollout
     batch_size: int = 256  # prompts per iteration
-    rollout_batch_size: int = 256  # responses sampled at a time on each device: bounds the KV cache, changes no result
+    rollout_batch_size: int = 128  # responses sampled at a time on each device: bounds the KV cache, changes no result
     temperature: float = 1.0  # divides the logits in sampling and in every log-prob
     top_p: float = 1.0  # sample from the smallest set of tokens with this probability; below 1 the ratio is biased
     top_k: int = 0  # sample from the k likeliest tokens (0: all); otherwise the ratio is biased
@@ -122,7 +122,7 @@ class Args:
     total_iterations: int = 100  # iterations of rollout and update; 0: evaluate only
     ppo_epochs: int = 1  # passes over each batch
     minibatch_size: int = 64  # responses per optimizer step
-    microbatch_tokens: int = 8192  # padded tokens per forward pass on each device: bounds memory, changes no result
+    microbatch_tokens: int = 2048  # padded tokens per forward pass on each device: bounds memory, changes no result
     lr: float = 1e-6  # of the actor
     critic_lr: float = 1e-5  # of the critic
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how learning rates fall to 0 over the run
@@ -321,8 +321,7 @@ class AdaptiveKL:
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl, n):
-        """kl: token mean (k1) of the batch that used `coef`; n: its responses. Were the horizon 0.2*n or less, one
-        update could make the coefficient negative."""
+        """kl: token mean (k1) of the batch; n: its responses. With 5 horizons of them `coef` could turn negative."""
         self.coef *= 1 + max(-0.2, min(0.2, kl / self.target - 1)) * n / self.horizon  # [4.8]
 
 
@@ -441,7 +440,7 @@ def load_reward_model(name, device):
 
 def collect_eos_ids(model, tokenizer):
     """Sorted union of the EOS ids of tokenizer, config and generation config: any of them ends a response."""
-    sources = (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id)
+    sources = tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id
     return sorted({i for ids in sources for i in (ids if isinstance(ids, list) else [ids])} - {None})
 
 
@@ -687,8 +686,7 @@ def main(args: Args):
     use_reference, lora = args.kl_reward_coef > 0 or args.kl_loss_coef > 0, args.lora_rank > 0  # [1.3]
     reference = policy  # with LoRA: its adapter is switched off
     if use_reference and not lora:
-        reference = Policy(load_model(args.model, AutoModelForCausalLM), args.temperature).requires_grad_(False)
-        reference = wrap(reference)
+        reference = wrap(Policy(load_model(args.model, AutoModelForCausalLM), args.temperature).requires_grad_(False))
 
     # What must survive a restart, by name; alike on all ranks, of which the first saves it. What has parameters goes
     # into `trainees`. A key that a checkpoint lacks keeps the value given here.
@@ -708,6 +706,7 @@ def main(args: Args):
         f"  sharding   over {shard_size} of {world_size} process(es), {args.rollout_params} in the rollout\n"
         f"  train      {train_summary}; {args.total_iterations} iterations "
         f"are {args.total_iterations * args.batch_size / len(train_rows):.2g} passes\n"
+        f"  first      {train_rows[0]['prompt'][-90:]!r}\n"
         f"  eval       {eval_summary}; the first {len(eval_rows)} are evaluated\n"
         f"  batch      {args.batch_size} responses = {num_minibatches} minibatches of {args.minibatch_size} "
         f"({args.minibatch_size // world_size} per process) x {args.ppo_epochs} epoch(s)\n"
@@ -784,7 +783,7 @@ def main(args: Args):
     if not checkpoint_dir:
         finish({}, {})
     # From here on SIGTERM and Ctrl-C end the run after its iteration, with a checkpoint, if the launcher waits (30 s).
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in signal.SIGTERM, signal.SIGINT:
         signal.signal(number, lambda number, _: signals.append(number))
     # Forked workers, of a reward function's pool say, must still die of SIGTERM.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
@@ -880,7 +879,7 @@ def main(args: Args):
         clock("actor")
 
         # 7. Critic update.
-        critic_loss = torch.zeros((), device=device)
+        critic_loss = 0
         for _, k in steps:
             for mb in microbatches(minibatches[k], critic):
                 mb_values = critic(tokens[mb], mask[mb])  # (b,l)
@@ -960,6 +959,8 @@ def main(args: Args):
 # Data and rewards
 # ---------------------------------------------------------------------------------------------------------------------
 
+# Added to a chat's bare question, or a model that never saw GSM8K would score 0 for ever (verl's words)
+GSM8K_REQUEST = ' Let\'s think step by step and output the final answer after "####".'
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -995,13 +996,16 @@ def load_prompts(source, split, args, tokenizer):
     if missing := {prompt_column, answer_column} - {*names, None}:
         fail(f"{source}: no column {missing.pop()}; --prompt-column and --answer-column can name {', '.join(names)}")
     use_chat = tokenizer.chat_template and args.chat_template != "none"
+    rule = not args.reward_model and args.reward
     for number, columns in enumerate(table.to_list(), 1):
         prompt, answer = columns[prompt_column], columns.get(answer_column)
         answer = answer["ground_truth"] if isinstance(answer, dict) else answer  # verl's column reward_model
-        gold = {"gsm8k": gsm8k_number(f"####{answer}"), "exact": answer}.get(args.reward, 0)
-        if gold is None and args.reward_model is None:
+        gold = {"gsm8k": gsm8k_number(f"####{answer}"), "exact": answer}.get(rule, 0)
+        if gold is None:
             fail(f"{source}, row {number}: --reward {args.reward} needs a reference answer, this is {answer!r}")
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            asks = use_chat and rule == "gsm8k" and "####" not in prompt
+            prompt = [{"role": "user", "content": prompt + GSM8K_REQUEST if asks else prompt}]
         text = "\n".join(message["content"] for message in prompt)
         if use_chat:  # the template writes the BOS itself
             text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
@@ -1074,13 +1078,12 @@ def evaluate(rows, rollout, reward_function, tokenizer, args, accelerator):
     uniforms = torch.rand(len(rows), args.max_response_length, generator=stream, dtype=torch.float64)[own]
     rows, metrics = rows[own], {}
     completions = {"prompt": [row["prompt"] for row in rows], "answer": [row["answer"] for row in rows]}
-    for score, response, top_k in (("score", "response", 1), ("score_sampled", "response_sampled", 0)):
+    for score, response, top_k in ("score", "response", 1), ("score_sampled", "response_sampled", 0):
         responses = rollout(rows, uniforms, 1.0, 1.0, top_k)
-        # A rank may have no row, yet it takes part in the means.
+        # A rank may have no row, yet it takes part in the means. The length that remains is of the sampled ones.
         texts, scores = compute_scores(reward_function, tokenizer, rows, responses) if rows else ([], [])
         metrics[f"eval/{score}"] = mean(torch.tensor(scores, device=accelerator.device))
-        lengths = [len(x.ids) for x in responses]  # in the end those of the sampled ones
-        metrics["eval/length_mean"] = mean(torch.tensor(lengths, device=accelerator.device))
+        metrics["eval/length_mean"] = mean(torch.tensor([len(x.ids) for x in responses], device=accelerator.device))
         completions |= {response: texts, score: scores}
     return metrics, completions
 

@@ -192,16 +192,16 @@ def budget(
     checkpointing=False,
     offload=False,
     gathered=True,
-    tokens=8192,
+    tokens=2048,
     length=1024,
     response_length=512,
-    rows=256,
+    rows=128,
     microbatches=2,
 ):
     """{term: bytes on one device}, and the sums "rollout", "update" and "peak"; "host" with offload, all processes.
 
-    tokens: --microbatch-tokens; rows: responses sampled at a time on a device, at most --rollout-batch-size;
-    microbatches: 1 or more per optimizer step.
+    The defaults are the scripts'. tokens: --microbatch-tokens; rows: responses sampled at a time on a device, at most
+    --rollout-batch-size; microbatches: 1 or more per optimizer step.
     """
     shards, kind = processes if sharded else 1, {"bf16": bf16, "sharded": sharded}
     keep = {
@@ -244,10 +244,10 @@ def budget(
 WAYS = {
     "one process": {},
     "one process, LoRA 16": {"lora_rank": 16},
-    "2 processes": {"processes": 2, "rows": 128},
-    "2 sharded": {"processes": 2, "rows": 128, "sharded": True},
-    "2 sharded, LoRA 16": {"processes": 2, "rows": 128, "sharded": True, "lora_rank": 16},
-    "2 sharded, offload": {"processes": 2, "rows": 128, "sharded": True, "offload": True},
+    "2 processes": {"processes": 2},
+    "2 sharded": {"processes": 2, "sharded": True},
+    "2 sharded, LoRA 16": {"processes": 2, "sharded": True, "lora_rank": 16},
+    "2 sharded, offload": {"processes": 2, "sharded": True, "offload": True},
     "4 sharded": {"processes": 4, "rows": 64, "sharded": True},
     "8 sharded": {"processes": 8, "rows": 32, "sharded": True},
 }
@@ -274,7 +274,9 @@ def table(shapes=SHAPES, ways=WAYS):
 
 
 def main():
-    print("GiB per device; rows of 512 + 512 tokens, 8192 tokens per micro-batch, 256 responses per iteration.\n")
+    print(
+        "GiB per device with the defaults: rows of 512 + 512 tokens, 2048 tokens per micro-batch, 128 rows sampled.\n"
+    )
     for model, shape in SHAPES.items():
         print(f"{model}: {count(shape):,} parameters, critic {count(shape, critic=True):,}")
     print(f"\n{table()}")

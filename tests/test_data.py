@@ -181,12 +181,24 @@ def test_chats_go_through_the_template_with_one_bos_and_a_generation_prompt(algo
     assert row["columns"]["messages"] == chat("hi", "yes?", "1+1?")
 
 
-def test_a_text_is_one_user_turn(algo, tmp_path):
+@pytest.mark.parametrize("flags", [{"reward": "exact"}, {"reward": "file.py:f"}, {"reward_model": "folder"}])
+def test_a_text_is_one_user_turn(algo, tmp_path, flags):
     path = write_rows(tmp_path / "train.jsonl", toy_rows(2))
-    rows, _ = load(algo, path, tokenizer_with_bos())
+    rows, _ = load(algo, path, tokenizer_with_bos(), **flags)
     assert [row["prompt"] for row in rows] == [f"<eos2>u#{row['question']}\na#" for row in toy_rows(2)]
     assert [row["input_ids"].count(2) for row in rows] == [1, 1]
     assert rows[1]["columns"] == toy_rows(2)[1] | {"messages": chat("what is 1 + 1??")}
+
+
+def test_a_question_for_a_chat_model_asks_for_what_the_reward_looks_for(algo, tmp_path):
+    """Only a bare one: not a chat, not a text that speaks of #### itself."""
+    asked = "Say #### and the sum of 1 and 1."
+    path = write_rows(tmp_path / "train.jsonl", [{"prompt": p, "answer": "2"} for p in ("1+1?", asked, chat("1+1?"))])
+    rows, _ = load(algo, path, tokenizer_with_bos())
+    request = """ Let's think step by step and output the final answer after "####"."""
+    texts = "1+1?" + request, asked, "1+1?"
+    assert [row["prompt"] for row in rows] == [f"<eos2>u#{text}\na#" for text in texts]
+    assert [row["columns"]["messages"] for row in rows] == [chat(text) for text in texts]
 
 
 @pytest.mark.parametrize("template, flag", [(TEMPLATE, "none"), (None, None), (None, "none")])
@@ -401,7 +413,7 @@ def word_tokenizer():
 
 @pytest.mark.parametrize("split, size", [("train", 7473), ("test", 1319)])
 def test_gsm8k_raw_and_in_verls_form_are_the_same_rows(algo, data_dir, split, size):
-    """verl appends an instruction to the question; all gold solutions score 1, a neighbour's hardly ever."""
+    """In a chat the request is verl's, word for word; all gold solutions score 1, a neighbour's hardly ever."""
     tokenizer = word_tokenizer()
     raw, summary = load(algo, data_dir / "gsm8k" / f"{split}.jsonl", tokenizer)
     assert len(raw) == size and summary.endswith(f"(text): {size} rows, 0 left out")
@@ -410,6 +422,8 @@ def test_gsm8k_raw_and_in_verls_form_are_the_same_rows(algo, data_dir, split, si
     assert len(verl) == size and f"(chat): {size} rows, 0 left out" in summary
     instruction = """ Let's think step by step and output the final answer after "####"."""
     assert [row["prompt"] for row in verl] == [f"<user>{row['prompt']}{instruction}<assistant>" for row in raw]
+    chats, _ = load(algo, data_dir / "gsm8k" / f"{split}.jsonl", tokenizer)
+    assert [(row["prompt"], row["input_ids"]) for row in chats] == [(x["prompt"], x["input_ids"]) for x in verl]
     solutions, answers = [row["answer"] for row in raw], [row["answer"] for row in verl]
     assert [row["columns"]["extra_info"]["answer"] for row in verl] == solutions
     assert [algo.gsm8k_number(text) for text in solutions] == [float(answer.replace(",", "")) for answer in answers]
