@@ -353,7 +353,7 @@ class Policy(nn.Module):
 
     def __init__(self, model, temperature):
         super().__init__()
-        self.model, self.temperature = model, temperature
+        self.model, self.inverse_temperature = model, 1 / temperature
         self.chunk_elements = 2**26  # [7.13] logits at a time: 256 MiB in fp32, 1 GiB with what is made of them
 
     def forward(self, tokens, mask):
@@ -369,7 +369,7 @@ class Policy(nn.Module):
 
     def head(self, hidden, labels):
         """hidden (n,H), labels (n,) -> logprobs, entropy (n,)."""
-        logits = self.model.get_output_embeddings()(hidden).float() / self.temperature  # [6.10] (n,V)
+        logits = self.model.get_output_embeddings()(hidden).float() * self.inverse_temperature  # [6.10] (n,V)
         all_logprobs = logits.log_softmax(-1)
         entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
         return all_logprobs.gather(-1, labels[:, None]).squeeze(-1), entropy
@@ -386,12 +386,11 @@ def load_reward_model(name, device):
 
     @torch.no_grad()
     def reward_model(prompts, responses, answers, messages):
-        use_chat = tokenizer.chat_template
         texts = [prompt + response for prompt, response in zip(prompts, responses)]
-        if use_chat:
+        if tokenizer.chat_template:
             chats = [[*chat, {"role": "assistant", "content": text}] for chat, text in zip(messages, responses)]
             texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
-        encoded = tokenizer(texts, add_special_tokens=not use_chat)["input_ids"]
+        encoded = tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
         return [model(torch.tensor([ids], device=device)).logits.item() for ids in encoded]
 
     return reward_model
@@ -520,9 +519,10 @@ def pack(lengths, rows, max_tokens, device):
 def forward_all(module, minibatches, tokens, mask):
     """Log-probs of a Policy or values of a Critic for the whole batch (B,L), in the micro-batches of training."""
     result = torch.zeros_like(mask, dtype=torch.float32)
-    for mb in (mb for minibatch in minibatches for mb in minibatch):
-        output = module(tokens[mb], mask[mb])
-        result[mb] = output[0] if isinstance(output, tuple) else output
+    for minibatch in minibatches:
+        for mb in minibatch:
+            output = module(tokens[mb], mask[mb])
+            result[mb] = output[0] if isinstance(output, tuple) else output
     return result
 
 
@@ -566,6 +566,8 @@ def main(args: Args):
     train_rows, train_summary = load_prompts(args.dataset, "train", args, tokenizer)
     test_source = args.eval_dataset or default_eval_source(args.dataset)
     eval_rows, eval_summary = load_prompts(test_source, "test", args, tokenizer)
+    if not train_rows:
+        fail(f"--dataset {args.dataset!r} has no train split")
     eval_rows = eval_rows[: args.eval_rows]
     reward_function = load_reward_model(args.reward_model, device) if args.reward_model else load_reward(args.reward)
 
@@ -601,9 +603,8 @@ def main(args: Args):
         f"{Path(__file__).name}: {world_size} process(es) on {device.type}, {'bfloat16' if bf16 else 'float32'}\n"
         f"  policy     {args.model}: {model.num_parameters():,} parameters, lr {args.lr}, EOS ids {eos_ids or 'none'}\n"
         f"  reference  {'none' if not use_reference else 'policy without its adapter' if lora else 'frozen copy'}\n"
-        f"  train      {train_summary}; {args.total_iterations} iterations "
-        f"are {args.total_iterations * args.batch_size / len(train_rows):.2g} passes\n"
-        f"  first      {train_rows[0]['prompt'][-90:]!r}\n"
+        f"  train      {train_summary}; the first ends in {train_rows[0]['prompt'][-60:]!r}\n"
+        f"  passes     {args.total_iterations * args.batch_size / len(train_rows):.2g} over these rows, in all\n"
         f"  eval       {eval_summary}; the first {len(eval_rows)} are evaluated\n"
         f"  batch      {args.batch_size} prompts x {args.group_size} = {num_responses} responses = "
         f"{num_minibatches} minibatches of {args.minibatch_size} "
@@ -875,8 +876,7 @@ def load_prompts(source, split, args, tokenizer):
     answer_column = args.answer_column or next((c for c in ("answer", "solution", "reward_model") if c in names), None)
     if missing := {prompt_column, answer_column} - {*names, None}:
         fail(f"{source}: no column {missing.pop()}; --prompt-column and --answer-column can name {', '.join(names)}")
-    use_chat = tokenizer.chat_template and args.chat_template != "none"
-    rule = not args.reward_model and args.reward
+    use_chat, rule = tokenizer.chat_template and args.chat_template != "none", args.reward_model or args.reward
     for number, columns in enumerate(table.to_list(), 1):
         prompt, answer = columns[prompt_column], columns.get(answer_column)
         answer = answer["ground_truth"] if isinstance(answer, dict) else answer  # verl's column reward_model
@@ -894,7 +894,7 @@ def load_prompts(source, split, args, tokenizer):
             columns["messages"] = prompt
             rows.append({"prompt": text, "input_ids": ids, "answer": answer, "columns": columns})
     if not rows:
-        fail(f"{source}: no prompt within --max-prompt-length {args.max_prompt_length}")
+        fail(f"{source}: no prompt of 1 to {args.max_prompt_length} tokens (--max-prompt-length), or no tokenizer")
     return rows, f"{source} ({'chat' if use_chat else 'text'}): {len(rows)} rows, {len(table) - len(rows)} left out"
 
 

@@ -3,7 +3,7 @@
     python benchmarks/faults.py kills 50         kill -9 at random moments, then --resume auto: the same weights?
     python benchmarks/faults.py delays 8         one process 20 seconds late at random points: the same weights?
     python benchmarks/faults.py soak 2000        2,000 iterations with everything on: memory, speed, file handles
-    python benchmarks/faults.py inputs 300       malformed data, models, tokenizers, flags, checkpoints: does it end?
+    python benchmarks/faults.py inputs 70        what users get wrong in data, models, rewards, flags, checkpoints
 
 Two processes on CPU (`inputs`: one), the embedded model and small batches. The scripts take turns, with the fourth that
 they compose; --scripts names fewer. They are copied first, so that they can be worked on meanwhile. Results go to
@@ -19,6 +19,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import statistics
@@ -40,7 +41,6 @@ OWN = {"ppo_llm": "", "grpo_llm": "--group-size 2 --batch-size 4 --estimator rlo
 OWN |= {"grpo_llm_fsdp": "--group-size 2 --batch-size 4 --rollout-params sharded"}
 FIRST = 0.3  # share of a run before which it is not killed: libraries are being loaded
 HANGS = 90  # seconds after which what is left of a killed run is killed as well
-KINDS = "dataset", "model", "tokenizer", "flags", "checkpoint"
 
 # A reward that sleeps at random: a seed, a rank and how often are in the environment.
 SLOW = """
@@ -237,83 +237,230 @@ def soak(count, folder, _):
     print(text)
 
 
-def spoil_value(value, rng):
-    """JSON with something in it replaced by what is not expected there."""
-    if isinstance(value, dict | list) and value and rng.random() < 0.9:
-        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
-        value[key] = spoil_value(value[key], rng)
-        return value
-    nested = []
-    for _ in range(500):
-        nested = [nested]
-    return rng.choice(
-        [None, -1, 0, 1e300, True, "", "x", "\0", "\u202e\U0001f9ea", "9" * 100_000, [], {}, [None], nested]
-    )
+# Malformed input of the kinds that users make. Each case prepares its folder `c`, in which a model and train.jsonl lie,
+# and returns flags; what the run says must match the pattern (None: it should run).
 
 
-def spoil(file, rng):
-    """Damages a file in one of many ways; says which."""
-    data = file.read_bytes()
-    ways = ["cut", "bytes", "nul", "utf-16", "latin-1", "empty", "not json", "twice", "garbage"]
-    ways += ["value"] * 8 * (file.suffix in (".json", ".jsonl"))
-    way, place = rng.choice(ways), rng.randrange(len(data))
-    if way == "value":
-        lines = data.decode().splitlines() if file.suffix == ".jsonl" else [data.decode()]
-        index = rng.randrange(len(lines))
-        lines[index] = json.dumps(spoil_value(json.loads(lines[index]), rng))
-        file.write_text("\n".join(lines) + "\n")
-    else:
-        flipped = bytearray(data)
-        for _ in range(20):
-            flipped[rng.randrange(len(data))] = rng.randrange(256)
-        if way in ("utf-16", "latin-1"):
-            data = (data.decode("utf-8", "replace") + "\u00e9").encode(way, "replace")
-        changed = {"cut": data[:place], "bytes": bytes(flipped), "nul": data[:place] + b"\0" * 9 + data[place:]}
-        changed |= {"empty": b"", "not json": b"hello " * 999, "twice": data + data, "garbage": rng.randbytes(5000)}
-        file.write_bytes(changed.get(way, data))
-    return f"{file.name} {way}"
+def rows_of(*rows, name="train.jsonl"):
+    """Writes these rows in place of the data; strings as they are."""
+
+    def prepare(c):
+        (c / name).write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return ["--dataset", f"{c}/{name}"]
+
+    return prepare
 
 
-BAD_FLAGS = """--lr nan|--lr x|--lr 1e30|--batch-size 0|--batch-size 7|--batch-size 1e3|--minibatch-size 3|--seed x
---gamma x|--reward nowhere.py:f|--reward x|--chat-template nowhere|--run-name a/b|--model ''|--group-size 0
---model /dev/null|--model \U0001f9ea|--dataset ''|--dataset /|--dataset /dev/zero.jsonl|--eval-dataset no.csv
---max-prompt-length 1|--max-response-length 0|--kl-controller adaptive --kl-target 0|--temperature 0|--estimator x
---resume nowhere|--resume auto|--resume ''|--resume /|--reward-model nowhere|--lora-rank -2|--shard-group-size 2
---answer-column no|--track x|--output-dir /dev/null|--keep-checkpoints 0|--resume \u202e|--dtype float8|--unknown 3
---prompt-column no|--top-p 0|--clip-low inf|--minibatch-size 0|--group-size 1|--rollout-batch-size 0|--ppo-epochs 0"""
-BAD_FLAGS = re.split(r"[|\n]", BAD_FLAGS)
-SENTENCE = "error: |.*(Error parsing|Unrecognized|invalid choice|[Rr]equired)"  # of ours, or of tyro
-VERDICTS = "sentence", "traceback", "ran", "CRASH", "HANG", "NOT FINITE"
+def reward_of(text, name="reward.py:score"):
+    """A reward file of one function."""
+
+    def prepare(c):
+        (c / "reward.py").write_text(text)
+        return ["--reward", f"{c}/{name}"]
+
+    return prepare
 
 
-def one_input(number, folder, script):
-    """Prepares case `number`: (what is wrong, flags). Every case has a folder of its own."""
-    rng, tiny = random.Random(number), ROOT / "benchmarks" / "tiny"
-    shutil.copytree(tiny / "model", folder / "model")
-    lines = (tiny / "train.jsonl").read_text().splitlines(keepends=True)[:40]
-    (folder / "train.jsonl").write_text("".join(lines))
-    flags = f"--model {folder}/model --dataset {folder}/train.jsonl --batch-size 4 --minibatch-size 4"
-    flags += f" --max-response-length 4 --total-iterations 2 --eval-every 0 --output-dir {folder}/runs --run-name run"
-    flags, kind = flags.split() + ["--group-size", "2"] * script.startswith("grpo"), KINDS[number % len(KINDS)]
-    if kind == "dataset":
-        what = spoil(folder / "train.jsonl", rng)
-        if rng.random() < 0.3:
-            other = folder / f"train{rng.choice(['.parquet', '.csv', '.json'])}"
-            (folder / "train.jsonl").rename(other)
-            flags[3], what = str(other), f"{what}, named {other.name}"
-    elif kind == "model":
-        what = spoil(folder / "model" / rng.choice(["config.json"] * 3 + ["model.safetensors"]), rng)
-    elif kind == "tokenizer":
-        what = spoil(folder / "model" / rng.choice(["tokenizer.json", "tokenizer_config.json"]), rng)
-    elif kind == "flags":
-        what = rng.choice(BAD_FLAGS)
-        flags += ["" if word == "''" else word for word in what.split()]
-    else:
-        run_alone(folder.parent.parent / f"{script}.py", folder, [*flags, "--save-every", "1"]).check_returncode()
-        place = folder / "runs" / "run" / "checkpoints" / "step_000002"
-        what = spoil(rng.choice(sorted(place.iterdir())), rng)
-        flags += ["--resume", str(place), "--total-iterations", "4"]
-    return what, flags
+def flags_of(text):
+    return lambda c: [word.format(c=c) for word in shlex.split(text)]
+
+
+def model_of(change):
+    """The model folder after `change`."""
+
+    def prepare(c):
+        change(c / "model")
+        return []
+
+    return prepare
+
+
+def config_of(**fields):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+
+    return model_of(change)
+
+
+def another(kind, auto_class, **sizes):
+    """A random model of another kind in the model's place, with the same tokenizer."""
+
+    def change(folder):
+        import transformers
+
+        config = transformers.AutoConfig.for_model(kind, **{"vocab_size": 512} | sizes)
+        getattr(transformers, auto_class).from_config(config).save_pretrained(folder)
+
+    return model_of(change)
+
+
+def cut(place, share=0.5):
+    def change(folder):
+        file = next(folder.glob(place))
+        file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+
+    return change
+
+
+def split_of(name):
+    """A folder saved by `datasets` with one split of that name."""
+
+    def prepare(c):
+        import datasets
+
+        table = datasets.Dataset.from_list([QUESTION] * 4)
+        datasets.DatasetDict({name: table}).save_to_disk(str(c / "saved"))
+        return ["--dataset", f"{c}/saved"]
+
+    return prepare
+
+
+def resumed(change, *flags):
+    """A run of two iterations whose newest checkpoint is changed, then --resume."""
+
+    def prepare(c, run):
+        run("--save-every", "1")
+        change(next(c.glob("runs/run/checkpoints/step_000002")))
+        return ["--resume", "auto", "--total-iterations", "4", *flags]
+
+    prepare.runs = True
+    return prepare
+
+
+QUESTION = {"question": "What is 1+1?", "answer": "#### 2"}
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+LONG = {"question": "many words " * 400, "answer": "#### 2"}
+INPUTS = {
+    # data
+    "an empty file": (rows_of(), "json"),
+    "no such file": (flags_of("--dataset {c}/no.jsonl"), r"no\.jsonl"),
+    "a file name with a typing error": (flags_of("--dataset {c}/train.josnl"), "josnl"),
+    "another column for the question": (rows_of({"query": "1+1?", "answer": "2"}), "no column (prompt|question)"),
+    "ShareGPT's columns": (rows_of({"conversations": [{"from": "human", "value": "1?"}]}), "no column prompt"),
+    "ShareGPT's messages": (rows_of({"prompt": [{"from": "human", "value": "1?"}], "answer": "1"}), "content"),
+    "messages with parts": (
+        rows_of({"prompt": [{"role": "user", "content": [{"type": "text", "text": "1?"}]}], "answer": "1"}),
+        "TypeError.*list",
+    ),
+    "one answer is missing": (rows_of(QUESTION, {"question": "2?", "answer": None}), "row 2.*reference answer"),
+    "an answer without a number": (rows_of({"question": "1?", "answer": "yes"}), "row 1.*reference answer"),
+    "no answers at all": (rows_of({"question": "1?"}), "row 1.*reference answer"),
+    "verl's column without ground_truth": (
+        rows_of({"prompt": [{"role": "user", "content": "1?"}], "reward_model": {"style": "rule"}}),
+        "ground_truth",
+    ),
+    "a question that is a number": (rows_of({"question": 5, "answer": "5"}), "TypeError|int"),
+    "a question that is null": (rows_of(QUESTION, {"question": None, "answer": "5"}), "NoneType"),
+    "empty questions": (rows_of({"question": "", "answer": "5"}), "no prompt of 1 to"),
+    "all questions too long": (rows_of(LONG), "no prompt of 1 to 512 tokens"),
+    "some questions too long": (rows_of(LONG, QUESTION, QUESTION), None),
+    "a line that is no JSON": (rows_of(QUESTION, '{"question": "1?", "answer": "1",}'), "JSON"),
+    "Windows line ends, blank lines": (rows_of(json.dumps(QUESTION) + "\r", "", json.dumps(QUESTION) + "\r"), None),
+    "a CSV with semicolons": (
+        rows_of("question;answer", "1+1?;2", name="train.csv"),
+        "no column .*question;answer",
+    ),
+    "a CSV with a broken quote": (rows_of("question,answer", '"1+1?,2', name="train.csv"), "(?i)pars|EOF|column"),
+    "JSON that is one object": (rows_of({"data": [QUESTION]}, name="train.json"), "no column"),
+    "a folder of files, not saved by datasets": (flags_of("--dataset {c}"), "neither|not found|Directory"),
+    "a saved dataset without a train split": (split_of("validation"), "train"),
+    "a hub id with a typing error": (flags_of("--dataset openai/gsm8kk"), "gsm8kk"),
+    "test data with other columns": (
+        lambda c: rows_of({"q": "1"}, name="other.jsonl")(c) and ["--eval-dataset", f"{c}/other.jsonl"],
+        r"other\.jsonl: no column",
+    ),
+    "no such test data": (flags_of("--eval-dataset {c}/no.jsonl"), r"no\.jsonl"),
+    "fewer rows than a batch": (rows_of(QUESTION), None),
+    # models
+    "no such model": (flags_of("--model {c}/modle"), "modle"),
+    "a hub id of a model with a typing error": (flags_of("--model Qwen/Qwen2.5-0.5BB"), r"Qwen2\.5-0\.5BB"),
+    "a model without tokenizer": (
+        model_of(lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")]),
+        "(?i)tokenizer",
+    ),
+    "a model without weights": (model_of(lambda f: (f / "model.safetensors").unlink()), r"model\.safetensors"),
+    "weights as a pickle": (
+        model_of(lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin")),
+        r"model\.safetensors",
+    ),
+    "an incomplete download": (model_of(cut("model.safetensors")), "(?i)safetensor"),
+    "a pointer of git-lfs": (
+        model_of(lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3)),
+        "(?i)safetensor|header",
+    ),
+    "a folder of an adapter": (
+        model_of(lambda f: [f.joinpath("config.json").unlink(), f.joinpath("adapter_config.json").write_text("{}")]),
+        "(?i)config|adapter|model_type",
+    ),
+    "an encoder": (another("bert", "AutoModelForMaskedLM", **SMALL), "sampler and training pass|BERT|bert"),
+    "an encoder-decoder": (
+        another("t5", "AutoModelForSeq2SeqLM", d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2),
+        "T5Config",
+    ),
+    "a classifier": (
+        another("llama", "AutoModelForSequenceClassification", num_key_value_heads=2, **SMALL),
+        "lacks the weights lm_head",
+    ),
+    "a tokenizer larger than the model": (
+        another("llama", "AutoModelForCausalLM", num_key_value_heads=2, **SMALL | {"vocab_size": 60}),
+        "index out of range|embed",
+    ),
+    "more positions than the model has": (
+        another("gpt2", "AutoModelForCausalLM", n_embd=32, n_layer=1, n_head=2, n_positions=8),
+        "wpe|index out of range",
+    ),
+    "a config of other sizes than the weights": (config_of(hidden_size=64), "(?i)size mismatch|ignore_mismatched"),
+    "a model with code of its own": (
+        config_of(model_type="mine", auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}),
+        "trust_remote_code|mine",
+    ),
+    "a quantised model": (config_of(quantization_config={"quant_method": "gptq", "bits": 4}), "(?i)gptq|optimum"),
+    "a reward model with two labels": (
+        lambda c: (
+            (
+                another("llama", "AutoModelForSequenceClassification", num_key_value_heads=2, **SMALL)(c),
+                shutil.copytree(c / "model", c / "judge"),
+                shutil.copytree(ROOT / "benchmarks" / "tiny" / "model", c / "model", dirs_exist_ok=True),
+            )
+            and ["--reward-model", f"{c}/judge"]
+        ),
+        "2 elements|Scalar",
+    ),
+    "a language model as reward model": (flags_of("--reward-model {c}/model"), "lacks the weights score"),
+    # rewards
+    "no such reward file": (flags_of("--reward {c}/no.py:f"), "No module named 'no'"),
+    "a file without the function": (reward_of("def other(p, r, a): ..."), "has no attribute 'score'"),
+    "a reward without a function's name": (reward_of("def score(p, r, a): ...", "reward.py"), "file.py:function"),
+    "a reward with a typing error": (reward_of("def score(p, r, a) return 1"), "SyntaxError"),
+    "a reward that raises": (reward_of("def score(p, r, a): return [x[3] for x in [[]]]"), "IndexError"),
+    "a reward of too few parameters": (reward_of("def score(r): return [1.0] * len(r)"), "TypeError.*score"),
+    "a reward that asks for what the data lack": (reward_of("def score(p, r, a, level): return [1]"), "'level'"),
+    "a reward that returns nothing": (reward_of("def score(p, r, a): pass"), "NoneType"),
+    "a reward of one number": (reward_of("def score(p, r, a): return 1.0"), "float"),
+    "a reward of too few numbers": (reward_of("def score(p, r, a): return [1.0]"), r"should give \d+ finite numbers"),
+    "a reward of words": (reward_of("def score(p, r, a): return ['good'] * len(r)"), "'good'"),
+    "a reward that is not a number": (
+        reward_of("def score(p, r, a): return [float('nan')] * len(r)"),
+        r"should give \d+ finite numbers",
+    ),
+    # flags
+    "a flag with a typing error": (flags_of("--learning-rate 1"), "(?i)unrecognized"),
+    "a value of another type": (flags_of("--batch-size four"), "four"),
+    "a choice that there is not": (flags_of("--dtype fp16"), "fp16"),
+    "batch sizes that do not divide": (flags_of("--batch-size 6"), "multiple of"),
+    "the temperature of greedy decoding": (flags_of("--temperature 0"), "(?i)zero|nan"),
+    "a run that exists": (flags_of("--output-dir {c} --run-name model"), "exists"),
+    "no such template": (flags_of("--chat-template {c}/no.jinja"), r"no\.jinja"),
+    "no such checkpoint": (flags_of("--resume {c}/runs/x/checkpoints/step_000001"), "step_000001"),
+    # checkpoints
+    "a checkpoint cut short": (resumed(cut("*.*t*")), "(?i)zip|archive|incomplete|safetensors|header"),
+    "a checkpoint without its file": (
+        resumed(lambda f: [x.unlink() for x in f.iterdir()]),
+        "(?i)no such file|incomplete|metadata",
+    ),
+    "a checkpoint of another model": (resumed(lambda f: None, "--lora-rank", "2"), "of another model"),
+}
 
 
 def run_alone(script, folder, flags):
@@ -332,36 +479,59 @@ def is_finite(folder):
     return all(map(math.isfinite, numbers)) and all(x.isfinite().all() for x in weights)
 
 
+def one_input(name, script, folder):
+    """Runs a case in `folder`: (verdict, what it said). Verdicts: "named" (it ended and named the cause), "ran" (as it
+    should), or what is wrong."""
+    prepare, pattern = INPUTS[name]
+    tiny = ROOT / "benchmarks" / "tiny"
+    shutil.copytree(tiny / "model", folder / "model")
+    lines = (tiny / "train.jsonl").read_text().splitlines(keepends=True)[:40]
+    (folder / "train.jsonl").write_text("".join(lines))
+    flags = f"--model {folder}/model --dataset {folder}/train.jsonl --batch-size 4 --minibatch-size 4 --eval-every 0"
+    flags = f"{flags} --max-response-length 4 --total-iterations 2 --output-dir {folder}/runs --run-name run".split()
+    flags += ["--group-size", "2"] * script.stem.startswith("grpo")
+
+    def run(*more):
+        return run_alone(script, folder, [*flags, *more])
+
+    own = prepare(folder, run) if hasattr(prepare, "runs") else prepare(folder)
+    try:
+        done = run(*(own or []))
+    except subprocess.TimeoutExpired:
+        return "HANGS", ""
+    said = "\n".join(line for line in done.stderr.splitlines() if line.strip())[-1500:]
+    trained = (folder / "runs" / "run" / "final").exists() and not hasattr(prepare, "runs")
+    if pattern is None:
+        return ("ran" if done.returncode == 0 and trained and is_finite(folder) else "DID NOT RUN"), said
+    if done.returncode <= 0 or trained:
+        return ("TRAINED" if done.returncode == 0 else "CRASHED"), said
+    return ("named" if re.search(pattern, said, re.S) else "NOT NAMED"), said
+
+
 def inputs(count, folder, scripts):
-    """Each case in a process of its own. What it said is printed, to be read: does it name the cause?"""
-    found = Counter()
-    for number in range(count):
-        script, case = scripts[number // len(KINDS) % len(scripts)], folder / "cases" / str(number)
+    """Each case in a process of its own, with one of the scripts in turn."""
+    found, lines = Counter(), []
+    for number, name in enumerate(list(INPUTS)[:count]):
+        script, case = scripts[number % len(scripts)], folder / "cases" / str(number)
         case.mkdir(parents=True)
-        what, flags = one_input(number, case, script)
-        try:
-            run = run_alone(folder / f"{script}.py", case, flags)
-            said = run.stderr.strip().splitlines() or [""]
-            sentences = [line for line in said if re.match(SENTENCE, line)]
-            said = (sentences or said[-1:])[0]
-            if run.returncode <= 0:
-                verdict = "CRASH" if run.returncode else "ran" if is_finite(case) else "NOT FINITE"
-            else:
-                verdict = "traceback" if "Traceback" in run.stderr or not sentences else "sentence"
-        except subprocess.TimeoutExpired:
-            verdict, said = "HANG", ""
-        found[KINDS[number % len(KINDS)], verdict] += 1
-        print(number, script, verdict, repr(what), "|", said[:200], flush=True)
+        verdict, said = one_input(name, folder / f"{script}.py", case)
+        last = said.splitlines()[-1:] or [""]
+        own = [line for line in said.splitlines() if line.startswith("error: ")]
+        what = "" if INPUTS[name][1] is None else (own or last)[-1].replace(str(case), "..")[:160].replace("|", "/")
+        found[verdict] += 1
+        lines.append(f"| {name} | {script} | {verdict} | {what} |")
+        print(lines[-1], flush=True)
         shutil.rmtree(case)
-    text = (
-        "How runs with something damaged ended: with a sentence of ours, with the traceback of what could not use it,\n"
+    text = f"`python benchmarks/faults.py inputs {count}`: what users get wrong, and how a run of one process says so "
+    text += f"(its last line). {found['named']} of {len(lines)} ended and named the cause; {found['ran']} ran, as "
+    text += (
+        "they should; none hung or trained on what it should not.\n\n"
+        if sum(found.values()) == (found["named"] + found["ran"])
+        else f"they should; **{dict(found)}**.\n\n"
     )
-    text += "or after all iterations; by a signal, not within two minutes, or with weights or metrics not finite.\n\n"
-    text += f"| damaged | {' | '.join(VERDICTS)} |\n{'| --- ' * (len(VERDICTS) + 1)}|\n"
-    for kind in KINDS:
-        text += f"| {kind} | {' | '.join(str(found[kind, verdict]) for verdict in VERDICTS)} |\n"
+    text += "| input | script | verdict | last line |\n| --- | --- | --- | --- |\n" + "\n".join(lines) + "\n"
     (RESULTS / "inputs.md").write_text(text)
-    print(text)
+    print(text[: text.index("| input")])
 
 
 if __name__ == "__main__":

@@ -392,7 +392,8 @@ def test_test_data_are_looked_at_before_the_run(refused, tmp_path):
 
 
 def test_no_prompt_within_the_limit(refused, toy_data):
-    assert refused(max_prompt_length=5) == f"error: {toy_data}: no prompt within --max-prompt-length 5"
+    sentence = "no prompt of 1 to 5 tokens (--max-prompt-length), or no tokenizer"
+    assert refused(max_prompt_length=5) == f"error: {toy_data}: {sentence}"
 
 
 @pytest.mark.parametrize("reward", ["gsm9k", "reward.py", "rewards:f", ""])

@@ -49,7 +49,8 @@ def test_the_console_says_what_runs(script, launched):
     block = start[: start.index("run folder")].splitlines()
     assert len(block) <= 10
     passes = "0.002" if script.stem == "grpo_llm" else "0.016"
-    assert "EOS ids [1]" in start and f"4000 rows, 0 left out; 1 iterations are {passes} passes" in start
+    assert "EOS ids [1]" in start and "4000 rows, 0 left out; the first ends in '" in start
+    assert f"passes     {passes} over these rows" in start
     assert "64 responses = 2 minibatches of 32 (16 per process) x 1 epoch(s)" in start
     assert ("8 prompts x 8 = 64" in start) == (script.stem == "grpo_llm")
     assert ("sharding   over 2 of 2 process(es), gathered" in start) == (script.stem == "ppo_llm_fsdp")
