@@ -3,6 +3,7 @@
     python benchmarks/faults.py kills 50         kill -9 at random moments, then --resume auto: the same weights?
     python benchmarks/faults.py delays 8         one process 20 seconds late at random points: the same weights?
     python benchmarks/faults.py soak 2000        2,000 iterations with everything on: memory, speed, file handles
+    python benchmarks/faults.py disk 12          the disk is full at some moment, then larger; or read-only (as root)
     python benchmarks/faults.py inputs 70        what users get wrong in data, models, rewards, flags, checkpoints
 
 Two processes on CPU (`inputs`: one), the embedded model and small batches. The scripts take turns, with the fourth that
@@ -237,6 +238,61 @@ def soak(count, folder, _):
     print(text)
 
 
+def disk(count, folder, scripts):
+    """Runs in a file system in memory (to mount it needs root) that is full before they end, and --resume when it is
+    larger; then one that cannot be written to at all."""
+    whole, rng, place, lines = undisturbed(folder, scripts), random.Random(0), folder / "disk", []
+    place.mkdir()
+
+    def mount(options):
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], check=True)
+
+    def run(script, name, *more):
+        flags = ["--output-dir", str(place), *OWN[script].split(), *more]  # the last --output-dir counts
+        launcher = start(folder / f"{script}.py", folder, name, *flags)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(300)
+        kill(name, launcher.pid)
+        text = (folder / f"{name}.txt").read_text()
+        causes = re.findall(r"(?m)^.*(?:No space left|Read-only file system|enforce fail|file write).*$", text)
+        return launcher.wait(), causes[-1].split("]: ")[-1][:80] if causes else text[-200:]
+
+    for number in range(count):
+        script = scripts[number % len(scripts)]
+        name, needed = (
+            f"full-{number}",
+            sum(f.stat().st_size for f in (folder / f"{script}-whole").rglob("*") if f.is_file()),
+        )
+        megabytes = rng.uniform(0.1, 1.2) * needed / 2**20
+        mount(f"size={megabytes:.2f}m")
+        code, cause = run(script, name)
+        steps = len((place / name / "metrics.jsonl").read_text().splitlines()) - 1
+        kept = sorted(path.name for path in (place / name / "checkpoints").glob("step_*"))
+        subprocess.run(["mount", "-o", "remount,size=2g", str(place)], check=True)
+        resumed, _ = run(script, name, "--resume", "auto")
+        same = resumed == 0 and outcome(place / name) == whole[script][0]
+        subprocess.run(["umount", str(place)], check=True)
+        lines.append([script, f"{megabytes:.0f} of {needed / 2**20:.0f} MiB", "ended" if code else "was done"])
+        lines[-1] += [cause if code else "", str(steps), ", ".join(kept), "yes" if same else "NO"]
+        print(lines[-1], flush=True)
+    text = (
+        f"`python benchmarks/faults.py disk {count}`: two processes, a checkpoint every iteration, two kept; the disk "
+    )
+    text += "is full, the run ends; on a larger disk `--resume auto` goes on. 'Same': weights and metrics of the "
+    text += (
+        "undisturbed run, to the bit.\n\n| script | disk | run | it said | lines of metrics | checkpoints | same |\n"
+    )
+    text += "| --- | --- | --- | --- | --- | --- | --- |\n" + "".join(f"| {' | '.join(x)} |\n" for x in lines)
+    mount("size=1g,ro")
+    text += "\nOn a disk that is read-only:\n\n"
+    for script in scripts:
+        code, cause = run(script, f"read-only-{script}")
+        text += f"- {script}: {'ended' if code else 'RAN'}, {cause}\n"
+    subprocess.run(["umount", str(place)], check=True)
+    (RESULTS / "disk.md").write_text(text)
+    print(text)
+
+
 # Malformed input of the kinds that users make. Each case prepares its folder `c`, in which a model and train.jsonl lie,
 # and returns flags; what the run says must match the pattern (None: it should run).
 
@@ -364,7 +420,7 @@ INPUTS = {
     "a CSV with a broken quote": (rows_of("question,answer", '"1+1?,2', name="train.csv"), "(?i)pars|EOF|column"),
     "JSON that is one object": (rows_of({"data": [QUESTION]}, name="train.json"), "no column"),
     "a folder of files, not saved by datasets": (flags_of("--dataset {c}"), "neither|not found|Directory"),
-    "a saved dataset without a train split": (split_of("validation"), "train"),
+    "a saved dataset without a train split": (split_of("validation"), "no train split"),
     "a hub id with a typing error": (flags_of("--dataset openai/gsm8kk"), "gsm8kk"),
     "test data with other columns": (
         lambda c: rows_of({"q": "1"}, name="other.jsonl")(c) and ["--eval-dataset", f"{c}/other.jsonl"],
@@ -449,7 +505,7 @@ INPUTS = {
     "a value of another type": (flags_of("--batch-size four"), "four"),
     "a choice that there is not": (flags_of("--dtype fp16"), "fp16"),
     "batch sizes that do not divide": (flags_of("--batch-size 6"), "multiple of"),
-    "the temperature of greedy decoding": (flags_of("--temperature 0"), "(?i)zero|nan"),
+    "the temperature of greedy decoding": (flags_of("--temperature 0"), "ZeroDivision"),
     "a run that exists": (flags_of("--output-dir {c} --run-name model"), "exists"),
     "no such template": (flags_of("--chat-template {c}/no.jinja"), r"no\.jinja"),
     "no such checkpoint": (flags_of("--resume {c}/runs/x/checkpoints/step_000001"), "step_000001"),
@@ -499,7 +555,8 @@ def one_input(name, script, folder):
         done = run(*(own or []))
     except subprocess.TimeoutExpired:
         return "HANGS", ""
-    said = "\n".join(line for line in done.stderr.splitlines() if line.strip())[-1500:]
+    words = r"(\[rank\d\]: )?(error: |[\w.]*(Error|Exception|Iteration|Invalid)\b|\u2502)"  # tyro's are in a box
+    said = "\n".join(line for line in done.stderr.splitlines() if re.match(words, line))
     trained = (folder / "runs" / "run" / "final").exists() and not hasattr(prepare, "runs")
     if pattern is None:
         return ("ran" if done.returncode == 0 and trained and is_finite(folder) else "DID NOT RUN"), said
@@ -515,9 +572,9 @@ def inputs(count, folder, scripts):
         script, case = scripts[number % len(scripts)], folder / "cases" / str(number)
         case.mkdir(parents=True)
         verdict, said = one_input(name, folder / f"{script}.py", case)
-        last = said.splitlines()[-1:] or [""]
-        own = [line for line in said.splitlines() if line.startswith("error: ")]
-        what = "" if INPUTS[name][1] is None else (own or last)[-1].replace(str(case), "..")[:160].replace("|", "/")
+        own = [line.strip("\u2502 ") for line in said.splitlines() if re.search(INPUTS[name][1] or "^", line)]
+        what = "" if INPUTS[name][1] is None else (own or said.splitlines() or [""])[-1]
+        what = what.replace(str(case), "..")[:160].replace("|", "/")
         found[verdict] += 1
         lines.append(f"| {name} | {script} | {verdict} | {what} |")
         print(lines[-1], flush=True)
@@ -536,7 +593,7 @@ def inputs(count, folder, scripts):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kills", "delays", "soak", "inputs"])
+    parser.add_argument("what", choices=["kills", "delays", "soak", "disk", "inputs"])
     parser.add_argument("count", type=int)
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
     options = parser.parse_args()
@@ -546,5 +603,5 @@ if __name__ == "__main__":
         copy_scripts(place)
         test = (ROOT / "benchmarks" / "tiny" / "test.jsonl").read_text().splitlines(keepends=True)[:16]
         (place / "test.jsonl").write_text("".join(test))
-        campaigns = {"kills": kills, "delays": delays, "soak": soak, "inputs": inputs}
+        campaigns = {"kills": kills, "delays": delays, "soak": soak, "disk": disk, "inputs": inputs}
         campaigns[options.what](options.count, place, options.scripts)
