@@ -4,8 +4,9 @@
     python benchmarks/tasks.py calculator FOLDER    word problems too large for the head of a model that can calculate
     python benchmarks/tasks.py boxes FOLDER         in which of two boxes? with a model that guesses, and guesses again
     python benchmarks/tasks.py lengths FOLDER       the embedded task, with a model that is now brief and now verbose
+    python benchmarks/tasks.py hard FOLDER          the embedded task, with a model that hardly ever shows its work
 
-Each writes FOLDER/model; all but `lengths` FOLDER/train.jsonl and FOLDER/test.jsonl, too.
+Each writes FOLDER/model; all but `lengths` and `hard` FOLDER/train.jsonl and FOLDER/test.jsonl, too.
 
 `sequence`: a randomly initialised Llama of 0.1M parameters, a token for each digit, is asked for the next eight digits
 of an arithmetic sequence modulo ten. Its rewards are functions of this file, `--reward benchmarks/tasks.py:NAME`: for
@@ -21,6 +22,9 @@ with the first. Who listens is right the second time (for two_turns.patch); its 
 
 `lengths`: the embedded model after a minute of pretraining on worked answers that say their last step one to five
 times, so that there are right answers of many lengths to choose from (for length_control.py).
+
+`hard`: the embedded model after a minute of pretraining in which 2% of the answers are worked and a quarter hasty (not
+a third and a sixth): of groups of eight six in seven have no worked answer to learn from.
 """
 
 import argparse
@@ -200,11 +204,31 @@ def verbose_answer(rng, steps):
     return f" First {work}.\n#### {steps[-1][1]}"
 
 
+# ------------------------------------------------------------------------------------------------- few worked answers
+
+
+def make_hard(folder):
+    rng = random.Random(1)
+
+    def draw(batch):
+        problems = [make_tiny.make_problem(rng) for _ in range(batch)]
+        return [[question, make_tiny.pretraining_text(rng, question, steps, 0.02)] for question, steps in problems]
+
+    make_tiny.HASTY = 0.25
+    pretrain(folder, draw, num_steps=100)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=("sequence", "calculator", "boxes", "lengths"))
+    parser.add_argument("task", choices=("sequence", "calculator", "boxes", "lengths", "hard"))
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    makers = {"sequence": make_sequences, "calculator": make_calculator, "boxes": make_boxes, "lengths": make_lengths}
+    makers = {
+        "sequence": make_sequences,
+        "calculator": make_calculator,
+        "boxes": make_boxes,
+        "lengths": make_lengths,
+        "hard": make_hard,
+    }
     makers[args.task](args.folder)
