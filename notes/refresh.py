@@ -2,8 +2,9 @@
 
     python notes/refresh.py             (a test fails when it would change something)
 
-It writes the two diffs, the places of the tags `# [N.M]` under the heading of section N.M, and the table of all tags in
-note 10.
+It writes the two diffs, the places of the tags `# [N.M]` under the heading of section N.M, the table of all tags in
+note 10, and the excerpts of walk.md: below `<!-- code: START -->` the loop of ppo_llm.py from the line that begins so
+to the next such mark, below `<!-- hunk NAME: KEY -->` the hunk of a diff in which KEY is; for * all that no mark names.
 """
 
 import ast
@@ -91,6 +92,46 @@ def diff(old, new):
     return re.sub(r"\A(?!---).*\n.*\n", "", subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout)
 
 
+def loop_lines():
+    """The loop of ppo_llm.py's `main`, without its indentation."""
+    lines = (ROOT / "ppo_llm.py").read_text().splitlines()
+    first = lines.index("    for iteration in progress:")
+    last = next(i for i in range(first + 1, len(lines)) if re.match(r" {0,4}\S", lines[i]))
+    return [line[4:] for line in lines[first:last]]
+
+
+def hunks(name):
+    return re.findall(r"(?ms)^@@ .*?(?=^@@ |\Z)", diff(*DIFFS[name]))
+
+
+def with_excerpts(text):
+    """walk.md with its excerpts. Marks of the code come in its order, and the first is the loop's first line."""
+    lines, starts = loop_lines(), [0]
+    for mark in re.findall(r"<!-- code: (.*) -->", text):
+        found = (i for i in range(starts[-1], len(lines)) if lines[i].strip().startswith(mark))
+        starts.append(next(found, None))
+        if starts[-1] is None:
+            raise SystemExit(f"walk.md: the loop has no line (any more, or behind the last mark) that begins {mark!r}")
+    ends = iter([*starts[2:], len(lines)])
+    begins = iter(starts[1:])
+    named = {name: re.findall(rf"<!-- hunk {name}: (.*) -->", text) for name in DIFFS}
+
+    def code(match):
+        part = "\n".join(lines[next(begins) : next(ends)]).strip("\n")
+        return f"<!-- code: {match[1]} -->\n```python\n{part}\n```\n"
+
+    def hunk(match):
+        own = [x for x in hunks(match[1]) if match[2] in x]
+        if match[2] == "*":
+            own = [x for x in hunks(match[1]) if not any(key in x for key in named[match[1]] if key != "*")]
+        elif len(own) != 1:
+            raise SystemExit(f"walk.md: {len(own)} hunks of {match[1]} have {match[2]!r}")
+        return f"<!-- hunk {match[1]}: {match[2]} -->\n```diff\n{''.join(own)}```\n"
+
+    text = re.sub(r"(?s)<!-- code: ([^\n]*) -->\n(```python\n.*?\n```\n)?", code, text)
+    return re.sub(r"(?s)<!-- hunk (\w+): ([^\n]*) -->\n(```diff\n.*?\n```\n)?", hunk, text)
+
+
 def contents():
     """{path: what it should hold} of everything that this script writes."""
     tags = by_tag()
@@ -98,7 +139,8 @@ def contents():
     for path in sorted(NOTES.glob("[0-9]*.md")):
         text = with_places(path.read_text(), tags)
         result[path] = TABLE.sub(lambda match: f"{match[1]}\n{table(tags)}\n\n{match[2]}", text)
-    return result
+    walk = NOTES / "walk.md"
+    return result | {walk: with_excerpts(walk.read_text())}
 
 
 if __name__ == "__main__":

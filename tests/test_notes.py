@@ -266,3 +266,19 @@ def test_the_defaults_fit_a_card_of_24_gb():
         terms = memory["budget"](memory["SHAPES"]["Qwen2.5-0.5B"], microbatches=32, **sizes | kind)
         assert terms["peak"] < 23e9, name  # 24 GB, but for what CUDA and the allocator take
         assert memory["budget"](memory["SHAPES"]["Qwen2.5-0.5B"], **kind)["peak"] == terms["peak"]  # they are budget's
+
+
+def test_the_walk_is_the_whole_loop_and_every_difference():
+    """Nothing missing, nothing twice; refresh.py puts the excerpts in, this reads them without it."""
+    text = (ROOT / "notes" / "walk.md").read_text()
+    script = (ROOT / "ppo_llm.py").read_text()
+    loop = script[script.index("    for iteration in progress:\n") : script.index("    progress.close()\n")]
+    excerpts = re.findall(r"(?ms)^```python\n(.*?)^```$", text)
+    code = [line for part in excerpts for line in part.splitlines() if line]
+    assert code == [line[4:] for line in loop.splitlines() if line]
+    assert max(part.count("\n") for part in excerpts) <= 40  # a screen each, or more is said
+    for name in "ppo_to_grpo", "ppo_to_ppo_fsdp":
+        shown = re.findall(rf"(?ms)^<!-- hunk {name}: .*?^```diff\n(.*?)^```$", text)
+        lines = sorted(line for part in shown for line in part.splitlines())
+        whole = (ROOT / "notes" / f"{name}.diff").read_text().splitlines()
+        assert lines == sorted(line for line in whole if not line.startswith(("--- ", "+++ "))), name
