@@ -223,7 +223,7 @@ def constant_groups(scores, group_size):
     return span <= 1e-6 * largest.clamp(min=1)
 
 
-def group_advantages(scores, group_size, estimator):  # [5.13]
+def group_advantages(scores, group_size, estimator):  # [5.12]
     """Advantages (B,) of responses with these scores (B,), groups contiguous; exactly 0 in a constant group.
 
     grpo: (s - mean) / (std + 1e-6), mean and unbiased std those of the group. dr_grpo: s - mean. rloo: s - mean of the
@@ -354,7 +354,7 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.inverse_temperature = model, 1 / temperature
-        self.chunk_elements = 2**26  # [7.13] logits at a time: 256 MiB in fp32, 1 GiB with what is made of them
+        self.chunk_elements = 2**26  # [14.2] logits at a time: 256 MiB in fp32, 1 GiB with what is made of them
 
     def forward(self, tokens, mask):
         """tokens, mask (B,L) -> logprobs, entropy (B,L) in fp32, 0 outside the mask."""
@@ -1055,7 +1055,7 @@ def trained_parameters(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.16]
+def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
     """What is trained, the states of its optimizers and `state`; the newest `keep` stay. Every rank calls it."""
     if accelerator.is_main_process:
         with written_whole(path) as folder:

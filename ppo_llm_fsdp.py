@@ -374,7 +374,7 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.inverse_temperature = model, 1 / temperature
-        self.chunk_elements = 2**26  # [7.13] logits at a time: 256 MiB in fp32, 1 GiB with what is made of them
+        self.chunk_elements = 2**26  # [14.2] logits at a time: 256 MiB in fp32, 1 GiB with what is made of them
 
     def forward(self, tokens, mask):
         """tokens, mask (B,L) -> logprobs, entropy (B,L) in fp32, 0 outside the mask."""
@@ -1183,7 +1183,7 @@ def trained_parameters(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.16]
+def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
     """What is trained, the states of its optimizers and `state`; the newest `keep` stay. Every rank calls it and writes
     its shards; any number of processes can read them."""
     tensors = {}
