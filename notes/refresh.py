@@ -2,8 +2,7 @@
 
     python notes/refresh.py             (a test fails when it would change something)
 
-It writes the two diffs, the places of the tags `# [N.M]` under the heading of section N.M, the table of all tags in
-note 10, and the excerpts of walk.md: below `<!-- code: START -->` the loop of ppo_llm.py from the line that begins so
+It writes the two diffs, the places of the tags `# [N.M]` under the heading of section N.M, and the excerpts of walk.md: below `<!-- code: START -->` the loop of ppo_llm.py from the line that begins so
 to the next such mark, below `<!-- hunk NAME: KEY -->` the hunk of a diff in which KEY is; for * all that no mark names.
 """
 
@@ -18,7 +17,6 @@ SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 DIFFS = {"ppo_to_grpo": ("ppo_llm", "grpo_llm"), "ppo_to_ppo_fsdp": ("ppo_llm", "ppo_llm_fsdp")}
 TAG = re.compile(r"# \[(\d+\.\d+)\]")
 SECTION = re.compile(r"(?m)^## (\d+\.\d+) (.*)\n(\n\*In the code: .*\*\n)?")
-TABLE = re.compile(r"(?s)(<!-- tags -->\n).*?(<!-- end of tags -->)")
 
 
 def places(script):
@@ -74,17 +72,6 @@ def anchor(title):
     return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
 
 
-def table(tags):
-    """All tags, in the order of the notes, in Markdown."""
-    rows = ["| tag | what the note explains | " + " | ".join(f"`{script}.py`" for script in SCRIPTS) + " |"]
-    rows.append("|---" * (2 + len(SCRIPTS)) + "|")
-    for tag, (file, title) in titles().items():
-        if tag in tags:
-            cells = [links(tags[tag].get(script, []), script) for script in SCRIPTS]
-            rows.append(f"| {tag} | [{title}]({file}#{anchor(f'{tag} {title}')}) | " + " | ".join(cells) + " |")
-    return "\n".join(rows)
-
-
 def diff(old, new):
     """What `git diff` says of two scripts, whatever the user's settings, without the hashes of its first lines."""
     command = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "--patience", "-U3", "--src-prefix=a/"]
@@ -137,8 +124,7 @@ def contents():
     tags = by_tag()
     result = {NOTES / f"{name}.diff": diff(*scripts) for name, scripts in DIFFS.items()}
     for path in sorted(NOTES.glob("[0-9]*.md")):
-        text = with_places(path.read_text(), tags)
-        result[path] = TABLE.sub(lambda match: f"{match[1]}\n{table(tags)}\n\n{match[2]}", text)
+        result[path] = with_places(path.read_text(), tags)
     walk = NOTES / "walk.md"
     return result | {walk: with_excerpts(walk.read_text())}
 
