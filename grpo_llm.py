@@ -952,7 +952,7 @@ def compute_scores(reward_function, tokenizer, rows, responses):
 def evaluate(rows, rollout, reward_function, tokenizer, args, accelerator):
     """Scores every row once greedily and once sampled at temperature 1: (metrics of all ranks, this one's completions).
 
-    The noise of a row is the same in every evaluation, so that two evaluations differ by the model alone.
+    A row's noise is always the same, so that evaluations differ by the model alone. The length is that of sampled ones.
     """
     stream, own = random_stream("eval", args.seed), slice(accelerator.process_index, None, accelerator.num_processes)
     uniforms = torch.rand(len(rows), args.max_response_length, generator=stream, dtype=torch.float64)[own]
@@ -960,7 +960,7 @@ def evaluate(rows, rollout, reward_function, tokenizer, args, accelerator):
     completions = {"prompt": [row["prompt"] for row in rows], "answer": [row["answer"] for row in rows]}
     for score, response, top_k in ("score", "response", 1), ("score_sampled", "response_sampled", 0):
         responses = rollout(rows, uniforms, 1.0, 1.0, top_k)
-        # A rank may have no row, yet it takes part in the means. The length that remains is of the sampled ones.
+        # A rank may have no row, yet it takes part in the means.
         texts, scores = compute_scores(reward_function, tokenizer, rows, responses) if rows else ([], [])
         metrics[f"eval/{score}"] = mean(torch.tensor(scores, device=accelerator.device))
         metrics["eval/length_mean"] = mean(torch.tensor([len(x.ids) for x in responses], device=accelerator.device))
