@@ -391,6 +391,19 @@ def test_test_data_are_looked_at_before_the_run(refused, tmp_path):
     assert f"{path}: no column" in refused(eval_dataset=path)
 
 
+def test_a_dataset_without_a_train_split(refused, tmp_path):
+    datasets.disable_progress_bars()
+    datasets.DatasetDict({"validation": datasets.Dataset.from_list(toy_rows(4))}).save_to_disk(tmp_path / "saved")
+    path = str(tmp_path / "saved")
+    assert refused(dataset=path) == f"error: --dataset {path!r} has no train split"
+
+
+def test_a_temperature_of_0_says_so_before_the_run(toy_run):
+    """It would divide the logits: greedy decoding is what evaluation does."""
+    with pytest.raises(ZeroDivisionError):
+        toy_run(temperature=0.0)
+
+
 def test_no_prompt_within_the_limit(refused, toy_data):
     sentence = "no prompt of 1 to 5 tokens (--max-prompt-length), or no tokenizer"
     assert refused(max_prompt_length=5) == f"error: {toy_data}: {sentence}"
