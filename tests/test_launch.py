@@ -269,7 +269,7 @@ def test_the_defaults_are_for_a_real_model_and_the_embedded_settings_for_ours(al
 
     critics = hasattr(algo, "Critic")
     real, numbers = parsed("--model", "some/model")
-    assert numbers == [1e-6, 512, 512, 8192, *([1e-5, 1.0] if critics else [])] and real.model == "some/model"
+    assert numbers == [1e-6, 512, 512, 2048, *([1e-5, 1.0] if critics else [])] and real.model == "some/model"
     ours, numbers = parsed("--lr", "0.5")
     assert numbers == [0.5, 256, 64, 1024, *([1e-3, 0.95] if critics else [])] and ours.total_iterations == 40
     assert ours.model == f"{ROOT}/benchmarks/tiny/model" or algo.TINY.parent.parent != ROOT
