@@ -469,7 +469,7 @@ INPUTS = {
     "a config of other sizes than the weights": (config_of(hidden_size=64), "(?i)size mismatch|ignore_mismatched"),
     "a model with code of its own": (
         config_of(model_type="mine", auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}),
-        "trust_remote_code|mine",
+        "trust_remote_code|custom code",
     ),
     "a quantised model": (config_of(quantization_config={"quant_method": "gptq", "bits": 4}), "(?i)gptq|optimum"),
     "a reward model with two labels": (

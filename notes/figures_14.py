@@ -1,4 +1,4 @@
-"""Figure of note 7: python notes/figures_07.py writes notes/figures/memory.png."""
+"""Figure of note 14: python notes/figures_14.py writes notes/figures/memory.png."""
 
 from pathlib import Path
 
