@@ -64,9 +64,9 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "sequence-each": ("process_reward", f"{SEQUENCE} --reward benchmarks/tasks.py:each_character", 3),
     "sequence-one": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:one_score", 3),
     "sequence-all": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:all_or_nothing", 3),
-    "lengths-free": ("grpo_llm", LENGTHS, 3),
-    "lengths-60": ("grpo_llm", CONTROL, 3),
-    "lengths-100": ("grpo_llm", CONTROL, 3),
+    "lengths-free": ("grpo_llm", LENGTHS, 1),
+    "lengths-60": ("grpo_llm", CONTROL, 1),
+    "lengths-100": ("grpo_llm", CONTROL, 1),
 }
 ENVIRONMENT = {f"lengths-{n}": {"LENGTH_TARGET": str(n)} for n in (60, 100)}
 FIGURES = {
