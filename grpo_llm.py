@@ -307,7 +307,7 @@ class AdaptiveKL:
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl, n):
-        """kl: token mean (k1) of the batch; n: its responses. With 5 horizons of them `coef` could turn negative."""
+        """kl: token mean (k1) of the batch; n: its responses. From 5 horizons on `coef` could fall to 0 or below."""
         self.coef *= 1 + max(-0.2, min(0.2, kl / self.target - 1)) * n / self.horizon  # [4.8]
 
 

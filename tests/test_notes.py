@@ -261,7 +261,7 @@ def test_parameters_of_the_memory_arithmetic_are_those_of_the_models():
 
 
 def test_the_defaults_fit_a_card_of_24_gb():
-    """Qwen2.5-0.5B with every flag at its default, one process, by the formulas of note 7."""
+    """Qwen2.5-0.5B with every flag at its default, one process, by the formulas of note 14."""
     memory = runpy.run_path(str(ROOT / "notes" / "memory.py"))
     for name in CEILINGS:
         args = load_script(name).Args(model="Qwen/Qwen2.5-0.5B")
