@@ -36,7 +36,7 @@ CALCULATOR = "--model {tasks}/calculator/model --dataset {tasks}/calculator/trai
 CALCULATOR += " --lr 1.5e-4 --total-iterations 30 --microbatch-tokens 2048"
 BOXES = "--model {tasks}/boxes/model --dataset {tasks}/boxes/train.jsonl --max-response-length 16 --lr 1e-3"
 BOXES += " --kl-loss-coef 0 --total-iterations 20 --eval-every 5"
-LENGTHS = "--model {tasks}/lengths/model --dataset benchmarks/tiny/train.jsonl --max-response-length 96 --lr 3e-4"
+LENGTHS = "--model {tasks}/lengths/model --dataset benchmarks/tiny/train.jsonl --max-response-length 144 --lr 3e-4"
 LENGTHS += " --total-iterations 30 --microbatch-tokens 2048"
 CONTROL = f"{LENGTHS} --reward notes/variants/length_control.py:length_control"
 EXPERIMENTS = {  # name: (script or variant, flags, seeds)
@@ -64,11 +64,11 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "sequence-each": ("process_reward", f"{SEQUENCE} --reward benchmarks/tasks.py:each_character", 3),
     "sequence-one": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:one_score", 3),
     "sequence-all": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:all_or_nothing", 3),
-    "lengths-free": ("grpo_llm", LENGTHS, 1),
-    "lengths-60": ("grpo_llm", CONTROL, 1),
-    "lengths-100": ("grpo_llm", CONTROL, 1),
+    "lengths-free": ("grpo_llm", LENGTHS, 3),
+    "lengths-80": ("grpo_llm", CONTROL, 3),
+    "lengths-100": ("grpo_llm", CONTROL, 3),
 }
-ENVIRONMENT = {f"lengths-{n}": {"LENGTH_TARGET": str(n)} for n in (60, 100)}
+ENVIRONMENT = {f"lengths-{n}": {"LENGTH_TARGET": str(n)} for n in (80, 100)}
 FIGURES = {
     "plain_pg": ("ppo", "plain_pg", "ppo-1step", "plain_pg-1step", "ppo-epochs4", "plain_pg-epochs4"),
     "grpo": ("grpo", "cispo", "dapo", "gspo", "replay", "distill"),
