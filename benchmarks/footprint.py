@@ -2,6 +2,10 @@
 
     python benchmarks/footprint.py lora          50M random parameters, two iterations of each script in both ways
     python benchmarks/footprint.py qwen          Qwen2.5-0.5B's shape, random weights: needs 24 GiB of memory
+    python benchmarks/footprint.py first --gsm8k FOLDER      the README's command for that model, without its weights
+
+`first` has the shape, random weights, a tokenizer trained on GSM8K's questions that has a chat template, and GSM8K's
+two files in FOLDER (train.jsonl, test.jsonl); every flag it does not name is the default, and the console is kept.
 
 Runs without a GPU. Memory is the largest resident size of a process (VmHWM); nothing is saved. The tables go to
 benchmarks/results/footprint/.
@@ -119,12 +123,55 @@ def run_qwen(model):
     return table(["", "processes", "peak of each, GiB", "sum, GiB", "seconds per iteration"], lines)
 
 
+WHAT = {"lora": compare_lora, "qwen": run_qwen}
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def run_first(model, gsm8k):
+    """Two iterations with the defaults, but for sizes that decide the time, and float32's micro-batch."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    make_model(model, QWEN)
+    bpe = ByteLevelBPETokenizer()
+    questions = [json.loads(line)["question"] for line in (gsm8k / "train.jsonl").read_text().splitlines()]
+    bpe.train_from_iterator(questions, 16_000, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    words = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **words)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(model)
+    text = ""
+    for script, group in ("grpo_llm", 4), ("ppo_llm", 1):
+        sizes = f"--batch-size {8 // group} --minibatch-size 4 --microbatch-tokens 512 --max-response-length 48"
+        sizes += " --total-iterations 2 --eval-rows 2" + " --group-size 4" * (group > 1)
+        with tempfile.TemporaryDirectory() as folder:
+            worker = Path(folder) / "worker.py"
+            worker.write_text(WORKER.format(root=str(ROOT), script=script, folder=folder))
+            command = [sys.executable, str(worker), "--model", str(model), "--dataset", str(gsm8k / "train.jsonl")]
+            command += [*sizes.split(), "--output-dir", f"{folder}/runs", "--save-every", "0"]
+            env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+            done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            assert done.returncode == 0, done.stdout[-3000:]
+            found = json.loads(Path(folder, "0.json").read_text())
+            lines = [line for line in done.stdout.splitlines() if "it/s" not in line and "s/it" not in line]
+            console = (
+                "\n".join(lines).replace(folder, "FOLDER").replace(str(gsm8k), "gsm8k").replace(str(model), "MODEL")
+            )
+        text += f"`{script}.py {sizes}`: peak {found['peak'] / 2**30:.1f} GiB, {found['seconds']:.0f} s for the second "
+        text += f"iteration\n\n```\n{console}\n```\n\n"
+        print(text, flush=True)
+    return text
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["lora", "qwen"])
+    parser.add_argument("what", choices=["lora", "qwen", "first"])
+    parser.add_argument("--gsm8k", type=Path, help="for `first`: folder with train.jsonl and test.jsonl")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = {"lora": compare_lora, "qwen": run_qwen}[args.what](Path(folder) / "model")
+        model = Path(folder) / "model"
+        result = run_first(model, args.gsm8k) if args.what == "first" else WHAT[args.what](model)
     path = ROOT / "benchmarks" / "results" / "footprint" / f"{args.what}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(result)

@@ -37,7 +37,7 @@ CALCULATOR += " --lr 1.5e-4 --total-iterations 30 --microbatch-tokens 2048"
 BOXES = "--model {tasks}/boxes/model --dataset {tasks}/boxes/train.jsonl --max-response-length 16 --lr 1e-3"
 BOXES += " --kl-loss-coef 0 --total-iterations 20 --eval-every 5"
 LENGTHS = "--model {tasks}/lengths/model --dataset benchmarks/tiny/train.jsonl --max-response-length 144 --lr 3e-4"
-LENGTHS += " --total-iterations 30 --microbatch-tokens 2048"
+LENGTHS += " --total-iterations 60 --microbatch-tokens 2048"
 CONTROL = f"{LENGTHS} --reward notes/variants/length_control.py:length_control"
 EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "ppo": ("ppo_llm", "", 3),
