@@ -1,11 +1,12 @@
-"""Train with several seeds, one after the other, and keep the metrics in a compact form with a table of the results.
+"""Train with several seeds, two runs at a time, and keep the metrics in a compact form with a table of the results.
 
     python benchmarks/learning.py ppo --seeds 1 2 3 4 5
     python benchmarks/learning.py rloo --script grpo_llm.py --flags="--estimator rloo --kl-loss-coef 0" --seeds 1 2 3
 
-Each seed is one launch on two processes, as in the README. In benchmarks/results/NAME/ it writes seed_K.csv (metrics,
-one row per iteration, four significant digits), and table.md with a line for every seed there. Draw them with
-benchmarks/plot.py.
+Each seed is one launch of one process with one thread; the results do not depend on the number of processes, but for
+rounding. The sharded scripts need two: --processes 2 --jobs 1. In benchmarks/results/NAME/ it writes seed_K.csv
+(metrics, one row per iteration, four significant digits), unless it is there, and table.md with a line for every seed
+there. Draw them with benchmarks/plot.py. Times are those of a machine that does other things, too.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import plot
@@ -70,26 +72,35 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--script", default="ppo_llm.py")
     parser.add_argument("--flags", default="", help="passed on to the script, as one string")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=1, help="of a run")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     folder = args.results / args.name
     folder.mkdir(parents=True, exist_ok=True)
     accelerate = Path(sys.executable).with_name("accelerate")
     parallel = f"--multi_gpu --num_processes {args.processes}" if args.processes > 1 else "--num_processes 1"
-    for seed in args.seeds:
+
+    def run(seed):
+        target = folder / f"seed_{seed}.csv"
+        if target.exists():
+            return
         with tempfile.TemporaryDirectory() as runs:
-            command = [str(accelerate), "launch", *shlex.split(f"{parallel} {LAUNCH}"), str(ROOT / args.script)]
-            command += ["--seed", str(seed), "--output-dir", runs, "--run-name", "run", *shlex.split(args.flags)]
+            command = [str(accelerate), "launch", *shlex.split(f"{parallel} {LAUNCH}"), "--main_process_port", "0"]
+            command += [str(ROOT / args.script), "--seed", str(seed), "--output-dir", runs, "--run-name", "run"]
             start = time.time()
-            subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            subprocess.run([*command, *shlex.split(args.flags)], check=True, env=env, stdout=subprocess.DEVNULL)
             seconds = time.time() - start
             rows = plot.read_run(Path(runs) / "run")
         rows[-1]["time/launch_to_exit"] = seconds
-        write_compact(rows, folder / f"seed_{seed}.csv")
+        write_compact(rows, target)
         print(f"seed {seed}: " + ", ".join(f"{k} {v:.3f}" for k, v in summarise(rows).items()), flush=True)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(run, args.seeds))
     about = f"`{args.script} {args.flags}`".replace(" `", "`")
-    about += f", {args.processes} processes on {os.cpu_count()} cores"
+    about += f", {args.processes} process(es) a run, {args.jobs} at a time on {os.cpu_count()} cores"
     (folder / "table.md").write_text(f"{about}\n\n{make_table(folder)}\n")
     print(make_table(folder))
 
