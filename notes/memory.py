@@ -1,6 +1,6 @@
 """Memory arithmetic of the scripts, term by term, in bytes per device: python notes/memory.py prints the tables.
 
-Every function is one term of notes/07-distributed.md and depends on nothing but its arguments. Shapes are those of
+Every function is one term of notes/14-memory.md and depends on nothing but its arguments. Shapes are those of
 Qwen2 (embedding, blocks of attention and gated MLP, RMSNorm, optionally tied output head). Names: `bf16` means
 --dtype bfloat16 (or auto on a GPU that supports it); `sharded` means ppo_llm_fsdp.py, which casts weights where
 ppo_llm.py and grpo_llm.py use autocast, so that the same tensors have other types.
