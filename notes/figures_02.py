@@ -51,28 +51,27 @@ def first_token(lams, knows=0.5, num_tokens=8, episodes=10_000, seed=0):
     return torch.stack([x.mean() for x in found]), torch.stack([x.std() for x in found])
 
 
-def bias_and_noise(axes):
+def error(axes):
+    """Error of the mean advantage of n responses, bias and noise together, by lambda and what the critic knows."""
     lams = [i / 40 for i in range(41)]
-    mean, std = first_token(lams)
-    bias = (mean - 1).abs()
-    axes.plot(lams, bias, "k-", lw=1.6, label="bias")
-    for n, line, dots, color in ((10, "--", ":", "C0"), (100, "-.", (0, (1, 4)), "C1")):
-        error = (bias.square() + std.square() / n).sqrt()
-        best = int(error.argmin())
-        axes.plot(lams, std / n**0.5, color=color, ls=dots, lw=1.4, label=f"noise of the mean of {n} responses")
-        axes.plot(lams, error, color=color, ls=line, lw=1.6, label="bias and noise: root of the sum of squares")
-        axes.plot(lams[best], error[best], color=color, marker="o", ms=6)
-        places = [lams.index(x) for x in (0.0, 0.5, 0.95, 1.0)]
-        print(n, f"best lambda {lams[best]}", *(f"{lams[i]}: bias {bias[i]:.3f} std {std[i]:.2f}" for i in places))
-    axes.set(xlabel="lambda", ylim=(0, 1.2))
-    axes.legend(fontsize=7.5, loc="upper left", frameon=False)
-    axes.set_title("a critic that knows half: error, in true advantages", fontsize=10)
+    looks = {(0.0, 100): ("C3", ":"), (0.5, 100): ("C0", "-"), (0.8, 100): ("C2", "--"), (0.9, 100): ("C1", "-.")}
+    looks[0.5, 10] = ("0.5", "-")
+    for (knows, n), (color, line) in looks.items():
+        mean, std = first_token(lams, knows)
+        found = ((mean - 1).square() + std.square() / n).sqrt()
+        best = int(found.argmin())
+        axes.plot(lams, found, color=color, ls=line, lw=1.6, label=f"critic knows {knows:g}, {n} responses")
+        axes.plot(lams[best], found[best], color=color, marker="o", ms=6, clip_on=False)
+        print(f"knows {knows}, {n} responses: best lambda {lams[best]}, error {found[best]:.3f}")
+    axes.set(xlabel="lambda", ylim=(0, 1.05))
+    axes.legend(fontsize=7.5, loc=(0.02, 0.58), frameon=False)
+    axes.set_title("error of the first token's advantage", fontsize=10)
 
 
 if __name__ == "__main__":
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.6))
     one_episode(left)
-    bias_and_noise(right)
+    error(right)
     figure.tight_layout()
     (ROOT / "notes" / "figures").mkdir(exist_ok=True)
     figure.savefig(ROOT / "notes" / "figures" / "lambda.png", dpi=110, facecolor="white", bbox_inches="tight")

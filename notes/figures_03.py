@@ -73,10 +73,12 @@ def many_steps(clip_low, clip_high, steps=128, num_bandits=300, num_actions=50, 
 def epochs():
     """What many steps on one batch promise and what they bring, with and without the clip."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.5))
-    for label, style, clips in (("clipped, 0.2", "k-", (0.2, 0.2)), ("no clip", "k--", (1.0, 1e9))):
-        promised, gained = many_steps(*clips)
-        left.plot(promised, style, lw=1.6, label=label)
-        right.plot(gained, style, lw=1.6, label=label)
+    looks = {"0.1": ("C1", ":"), "0.2": ("black", "-"), "0.3": ("C0", "-."), None: ("black", "--")}
+    for clip, (color, line) in looks.items():
+        promised, gained = many_steps(*((float(clip),) * 2 if clip else (1.0, 1e9)))
+        label = f"clip {clip}" if clip else "no clip"
+        left.plot(promised, color=color, ls=line, lw=1.6, label=label)
+        right.plot(gained, color=color, ls=line, lw=1.6, label=label)
         places = 1, 4, 16, 32, 128
         print(label, *(f"{n}: {promised[n]:.3f} {gained[n]:.3f}" for n in places), f"max {max(gained):.3f}")
     right.axhline(0, color="black", lw=0.6)
