@@ -64,9 +64,9 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "sequence-each": ("process_reward", f"{SEQUENCE} --reward benchmarks/tasks.py:each_character", 3),
     "sequence-one": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:one_score", 3),
     "sequence-all": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:all_or_nothing", 3),
-    "lengths-free": ("grpo_llm", LENGTHS, 3),
-    "lengths-80": ("grpo_llm", CONTROL, 3),
-    "lengths-100": ("grpo_llm", CONTROL, 3),
+    "lengths-free": ("grpo_llm", LENGTHS, 1),
+    "lengths-80": ("grpo_llm", CONTROL, 1),
+    "lengths-100": ("grpo_llm", CONTROL, 1),
 }
 ENVIRONMENT = {f"lengths-{n}": {"LENGTH_TARGET": str(n)} for n in (80, 100)}
 FIGURES = {
@@ -139,7 +139,13 @@ def table(args):
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     head = "Made by `python benchmarks/variant_runs.py run` and `table`, one process with one thread each. Scores are"
     head += "\nof the last evaluation: means over the seeds, lowest and highest in brackets; length in tokens."
-    (args.results / "README.md").write_text(f"{head}\n\n{text}\n")
+    lengths = [name for name in EXPERIMENTS if name.startswith("lengths") and (args.results / name).exists()]
+    about = "Lengths, of the sampled test answers (their score above counts the length, too):\n\n"
+    about += "| experiment | characters | right |\n| --- | --- | --- |\n"
+    for name in lengths:
+        last = plot.read_runs(args.results / name)[0][-1]
+        about += f"| {name} | {last['eval/characters_sampled']:.1f} | {last['eval/right_sampled']:.3f} |\n"
+    (args.results / "README.md").write_text(f"{head}\n\n{text}\n\n{about}")
     print(text)
     for figure, names in FIGURES.items():
         paths = [str(args.results / name) for name in names if (args.results / name).exists()]
