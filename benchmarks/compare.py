@@ -1,6 +1,6 @@
 """One table of several results of benchmarks/learning.py: means over the seeds, with the lowest and highest.
 
-python benchmarks/compare.py ppo grpo dr_grpo rloo reinforce_pp dapo > benchmarks/results/comparison.md
+python benchmarks/compare.py ppo grpo > benchmarks/results/comparison.md
 """
 
 import argparse
@@ -22,8 +22,6 @@ COLUMNS = {  # title: (number of a run, digits)
     "sampled after": (last("eval/score_sampled"), 3),
     "KL per token after": (last("kl/mean"), 3),
     "responses sampled": (last("responses"), 0),
-    "seconds per iteration": (lambda run: statistics.median(row["time/iteration"] for row in run[1:]), 2),
-    "seconds in all": (last("time/launch_to_exit"), 0),
 }
 
 
