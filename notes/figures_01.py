@@ -1,4 +1,7 @@
-"""Figures of note 1: `python notes/figures_01.py` writes notes/figures/{phases,token_table,credit}.png."""
+"""Figures of note 1: `python notes/figures_01.py` writes notes/figures/{phases,token_table,credit}.png.
+
+The numbers of token_table.png go to notes/web/response.js, too: the site has them with sliders.
+"""
 
 import json
 import sys
@@ -131,6 +134,11 @@ def token_table():
     widths = [3.4, 10.5, 6] + [9.5, 9.5, 11, 7, 7, 7.5, 9.5] + [8] * 4
     edges = [sum(widths[:k]) for k in range(len(widths) + 1)]
     states = mask[row].nonzero().flatten().tolist()
+    words = [tokenizer.decode([tokens[row, i + 1]]) for i in states]
+    numbers = [[round(x, 4) for x in values[row, states].tolist()] for values in columns.values()]
+    named = {"words": words, "rewards": numbers[2], "values": numbers[3], "ratios": numbers[7:]}
+    text = json.dumps(named).replace('], "', '],\n "')
+    (ROOT / "notes" / "web" / "response.js").write_text(f"const response = {text}\n")
     figure, axes = plt.subplots(figsize=(9.4, 6.0))
     figure.subplots_adjust(0, 0, 1, 1)
     axes.set(xlim=(-0.3, edges[-1] + 0.3), ylim=(len(states) + 4.3, -3.6))
