@@ -1,12 +1,14 @@
-"""Builds the notes as a web site: every script beside its notes, the notes, the differences between scripts, search.
+"""Builds the notes as a web site: scripts beside the walk, notes, differences, variants, search.
 
     pip install -e '.[notes]' && python notes/build.py        then open site/index.html
 
-Nothing comes from the network, neither here nor in the pages: formulas become MathML, search works from files.
+Nothing comes from the network, neither here nor in the pages: formulas become MathML, search works from files. What is
+no Python is in notes/web/.
 """
 
 import argparse
 import ast
+import functools
 import html
 import json
 import logging
@@ -15,181 +17,26 @@ import shutil
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from difflib import SequenceMatcher
 from pathlib import Path
 
+import variants
 from latex2mathml.converter import convert
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
+from mkdocs.structure.toc import AnchorLink
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 from refresh import DIFFS, NOTES, ROOT, TAG, anchor, titles
 
 SCRIPTS = {"ppo_llm": "PPO", "grpo_llm": "GRPO and its family", "ppo_llm_fsdp": "PPO, sharded"}
-INTRODUCTION = "Numbered lines have notes. A click shows one; on a wide screen they follow what you read."
-HEAD = "---\nhide: [{}]\nsearch: {{exclude: true}}\n---\n\n"
+WEB = NOTES / "web"
+VARIANTS = sorted({path.stem for path in variants.FOLDER.iterdir() if path.suffix in (".patch", ".py")})
+HEAD = "---\nsearch: {exclude: true}\n---\n\n"
 LINK = re.compile(r"\]\(([^)#\s:]+)")
 SECTION = re.compile(r'(?s)<h2 id="([^"]*)">((\d+\.\d+) .*?)(?:<a class="headerlink".*?</a>)?</h2>(.*?)(?=<h2|\Z)')
-TOP = re.compile(r"(?:def|class) (\w+)|@|# -----|if |[A-Z_]+ =")  # what begins at the left edge of a script
-
-STYLE = """
-.md-grid { max-width: 68rem; }
-.md-main__inner:has(.code) { max-width: none; margin-top: .5rem; }
-.md-typeset pre > code { font-size: .62rem; }
-.md-content__inner > :is(p, ul, ol) { max-width: 36rem; }
-.md-typeset h2:has(+ .code) { font-size: .8rem; margin: 1.2rem 0 .2rem; }
-.md-typeset h1:has(~ .beside) { font-size: 1.2rem; margin-bottom: .6rem; }
-.md-typeset math { font-family: "Latin Modern Math", "STIX Two Math", "Cambria Math", "Noto Sans Math",
-  "DejaVu Math TeX Gyre", math; font-size: 1.08em; }
-.md-typeset math[display=block] { overflow: auto hidden; padding: .2em 0; }
-.md-typeset mtd[columnalign=left] { text-align: left; }
-.md-typeset :is(td, th) code { word-break: normal; overflow-wrap: normal; }
-.md-typeset p.places { font-size: .85em; color: var(--md-default-fg-color--light); }
-
-.code { font: .6rem/1.5 var(--md-code-font-family); color: var(--md-code-fg-color); --step: 1; --gutter: 2.1rem; }
-.code .line { display: block; position: relative; min-height: 1.5em; white-space: pre-wrap; overflow-wrap: anywhere;
-  padding-left: calc(var(--gutter) + (var(--i, 0) * var(--step) + 4) * 1ch); scroll-margin-top: 30vh;
-  text-indent: calc((var(--i, 0) * var(--step) + 4) * -1ch); }
-.code .line:target, .line:has(> .tag[aria-current]) { background: var(--md-accent-fg-color--transparent); }
-.code .number { position: absolute; left: 0; width: 1.7rem; text-align: right; text-indent: 0; user-select: none;
-  color: var(--md-default-fg-color--lighter); }
-.code a.call { color: inherit; text-decoration: underline dotted var(--md-default-fg-color--lighter); }
-.md-typeset a.tag { font-weight: 700; padding: 0 .2em; border-radius: .2em; background: var(--md-code-bg-color);
-  color: var(--md-typeset-a-color); }
-.md-typeset a.tag:hover, .md-typeset a.tag[aria-current] { background: var(--md-accent-fg-color); color: #fff; }
-.block.shown { box-shadow: -3px 0 var(--md-accent-fg-color); }
-
-.diff { --gutter: 4.6rem; }
-.diff .number + .number { left: 2rem; }
-.diff .minus { background: #f8514926; }
-.diff .plus { background: #2ea04330; }
-.diff .line::before { content: attr(data-sign); position: absolute; text-indent: 0; user-select: none;
-  left: calc(var(--gutter) - .6rem); }
-
-.beside { display: grid; grid-template-columns: minmax(0, 2fr) minmax(0, 1fr); gap: 1rem; }
-.pane { position: sticky; top: 2.9rem; height: calc(100vh - 3.3rem); display: flex; flex-direction: column;
-  font-size: .7rem; border: 1px solid var(--md-default-fg-color--lightest); border-radius: .2rem;
-  background: var(--md-default-bg-color); outline-offset: 2px; }
-.pane .bar { display: flex; gap: .2rem; padding: .2rem; background: var(--md-code-bg-color); }
-.pane .bar > * { padding: .15rem .5rem; border-radius: .2rem; cursor: pointer; }
-.pane .bar > :hover { background: var(--md-accent-fg-color--transparent); }
-.pane .bar .outliner { margin-right: auto; }
-.pane .bar [hidden], .pane .close { display: none; }
-.pane .body { overflow-y: auto; overscroll-behavior: contain; padding: 0 .8rem .8rem; flex: 1; }
-.pane h2 { font-size: .95rem; margin: .6rem 0; }
-.pane h3 { font-size: .75rem; margin: .6rem 0 .2rem; }
-.md-typeset .pane table:not([class]) :is(td, th) { padding: .5em .7em; min-width: 0; }
-.md-typeset .pane pre > code { white-space: pre-wrap; font-size: .58rem; padding: .5rem; }
-.md-typeset .outline p { margin: .3rem 0; }
-.outline .here code { font-weight: 700; color: #fff; background: var(--md-accent-fg-color); }
-@media (max-width: 59.99em) {
-  .md-typeset pre > code { white-space: pre-wrap; }
-  .md-typeset table:not([class]) :is(td, th) { padding: .5em .7em; min-width: 0; }
-  .code { font-size: .56rem; --step: .5; --gutter: .3rem; }
-  .diff { --gutter: .7rem; }
-  .code .number { display: none; }
-  .md-typeset .code a.tag { padding: .15em .5em; }
-  .code .line i { display: inline-block; width: calc(var(--i) * var(--step) * 1ch); overflow: hidden;
-    white-space: pre; text-indent: 0; vertical-align: bottom; }
-  .code .line { scroll-margin-top: 15vh; }
-  .beside { display: block; }
-  .pane { position: fixed; z-index: 3; inset: auto 0 0; height: auto; max-height: 65vh; border-radius: .5rem .5rem 0 0;
-    box-shadow: 0 0 1rem #0006; }
-  .pane .close { display: block; }
-  .pane:not(.open) { inset: auto .5rem .5rem auto; border-radius: .5rem; }
-  .pane:not(.open) .body, .pane:not(.open) .bar > :not(.outliner) { display: none; }
-}
-
-"""
-
-# Keeps the pane in step with the code: the note of the block at the reading line, or the one that was asked for.
-PANE = """
-(() => {
-  const $ = selector => document.querySelector(selector), all = selector => [...document.querySelectorAll(selector)]
-  const pane = $(".pane"), body = $(".pane .body"), outline = $(".outline"), wide = matchMedia("(min-width: 60em)")
-  const line = element => Number((element.hash ?? "#" + element.firstElementChild.id).slice(2))
-  const edge = element => element.getBoundingClientRect()
-  const blocks = all(".block"), tagged = blocks.filter(block => block.dataset.note), places = all(".outline .place")
-  let shown, held, opener  // the block whose note is shown, the line that was asked for, the tag that had the focus
-
-  function show(block, at) {  // the note of a block, or the outline at one
-    const steps = {before: tagged.findLast(x => line(x) < line(at)), after: tagged.find(x => line(x) > line(at))}
-    for (const [name, target] of Object.entries(steps)) {
-      const link = $(".bar ." + name)
-      link.hidden = !target
-      link.href = target ? "#" + target.firstElementChild.id : ""
-      link.lastElementChild.textContent = target?.dataset.note
-    }
-    const place = places.findLast(x => line(x) <= line(at))
-    for (const x of places) x.classList.toggle("here", x === place)
-    for (const x of tagged) x.classList.toggle("shown", x === block)
-    for (const note of all(".note")) note.hidden = note.dataset.note !== block?.dataset.note
-    outline.hidden = !!block
-    if (block !== shown) body.scrollTop = 0
-    if (!block && place) body.scrollTop = place.offsetTop - body.offsetTop - body.clientHeight / 3
-    shown = block
-  }
-  function follow() {
-    if (!wide.matches || (held && edge(held).bottom > 50 && edge(held).top < innerHeight)) return
-    held = null
-    const at = blocks.findLast(x => edge(x).top <= innerHeight * 0.3 + 8) ?? blocks[0]
-    const block = tagged.findLast(x => line(x) <= line(at))  // one above it while that can be seen
-    show(block && edge(block).bottom > 50 ? block : null, at)
-  }
-  function hold(element) {
-    held = element
-    show(held.closest(".block"), held.closest(".block"))
-  }
-  function byAddress() {
-    const target = document.getElementById(location.hash.slice(1))
-    const about = target?.closest(".block[data-note]")
-    if (about && (wide.matches || outline.hidden)) hold(target)
-    else pane.classList.remove("open")
-  }
-  document.addEventListener("click", event => {
-    const tag = event.target.closest(".script .tag")
-    if (tag && !event.ctrlKey && !event.metaKey && !event.shiftKey) {
-      event.preventDefault()
-      hold(opener = tag)
-      pane.classList.add("open")
-      if (!wide.matches && edge(tag).bottom > edge(pane).top) tag.closest(".line").scrollIntoView()
-      if (event.detail === 0) pane.focus()  // by keyboard
-    } else if (event.target.closest(".outliner")) {
-      show(held = null, shown ?? blocks[0])
-      pane.classList.add("open")
-    } else if (event.target.closest(".close")) pane.classList.remove("open")
-  })
-  pane.addEventListener("keydown", event => {
-    if (event.key !== "Escape") return
-    pane.classList.remove("open")
-    opener?.focus()
-  })
-  addEventListener("scroll", () => requestAnimationFrame(follow), {passive: true})
-  addEventListener("resize", follow)
-  addEventListener("hashchange", byAddress)
-  show(null, blocks[0])
-  follow()
-  byAddress()
-})()
-"""
-
-# Browsers give no workers to pages opened from files: there the search runs in a frame.
-WORKER = """
-if (location.protocol === "file:") window.Worker = class extends EventTarget {
-  constructor(url) {
-    super()
-    const frame = document.createElement("iframe")
-    frame.hidden = true
-    document.body.append(frame)
-    const inner = frame.contentWindow
-    inner.document.write(`<body><script src="${url}"></script>`)
-    inner.document.close()
-    inner.postMessage = data => this.dispatchEvent(new MessageEvent("message", {data}))
-    const ready = new Promise(resolve => inner.addEventListener("load", resolve))
-    this.postMessage = data => ready.then(() => inner.dispatchEvent(new MessageEvent("message", {data})))
-  }
-}
-"""
+SHORT = 6  # lines: a text of the walk that is about fewer is shown together with the next
 
 
 def mathml(tex, display):
@@ -227,15 +74,15 @@ def mathml(tex, display):
     return ET.tostring(math, encoding="unicode")
 
 
-def code_lines(name):
-    """The lines of a script as HTML: colours, calls that lead to definitions, tags that lead to notes."""
-    source, notes = (ROOT / f"{name}.py").read_text(), titles()
-    coloured = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).split("\n")
+@functools.cache
+def code_lines(source, page):
+    """[(indentation, HTML)] of a script's lines: colours, calls that lead to definitions, tags that lead to notes."""
+    notes, coloured = titles(), highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).split("\n")
     defined = {x.name: x.lineno for x in ast.parse(source).body if isinstance(x, ast.FunctionDef | ast.ClassDef)}
 
     def call(match):
         at = defined.get(match[1])
-        return f'<a class="call" href="{name}.html#L{at}">{match[1]}</a>' if at else match[0]
+        return f'<a class="call" href="{page}#L{at}">{match[1]}</a>' if at else match[0]
 
     def tag(match):
         if match[1] not in notes:
@@ -252,105 +99,220 @@ def code_lines(name):
     return result
 
 
-def row(indent, text, numbers, kind="", identity=""):
-    """A line of code with its numbers [(script, line)]."""
+def row(line, numbers, kind="", identity=""):
+    """A line of code with its numbers [(page, line)]."""
+    indent, text = line
     links = "".join(
-        f'<a class="number" href="{script}.html#L{at}" tabindex="-1">{at}</a>' if at else '<a class="number"></a>'
-        for script, at in numbers
+        f'<a class="number" href="{page}#L{at}" tabindex="-1">{at}</a>' if at else '<a class="number"></a>'
+        for page, at in numbers
     )
     return f'<span class="line{kind}"{identity} style="--i:{indent}">{links}{text}</span>'
 
 
-def script_page(name, notes):
-    """A script on the left; on the right a pane with the outline and all notes, of which one is shown."""
-    plain, lines = (ROOT / f"{name}.py").read_text().splitlines(), code_lines(name)
-    blocks, outline, used = [], [INTRODUCTION], {}
-    for number, (source, (indent, text)) in enumerate(zip(plain, lines), 1):
-        tag, top = TAG.search(source), TOP.match(source)
-        if tag or number == 1 or (top and not re.match(r"@|# ", plain[number - 2])):
-            blocks.append((tag and tag[1], []))
-        if plain[number - 2].startswith("# -----") and source.startswith("# ") and number > 1:
-            outline.append(f'</p><h3><a class="place" href="#L{number}">{source[2:]}</a></h3><p>')
-        if top and top[1]:
-            outline.append(f'</p><p><a class="place" href="#L{number}"><code>{top[1]}</code></a>')
-        if tag and tag[1] in notes:
-            used[tag[1]] = notes[tag[1]]
-            outline.append(f' <a class="tag" href="#L{number}" title="{notes[tag[1]][3]}">{tag[1]}</a>')
-        blocks[-1][1].append(row(indent, text, [(name, number)], identity=f' id="L{number}"'))
-    code = "".join(
-        f'<div class="block"{f""" data-note="{tag}" """ if tag in notes else ""}>{"".join(rows)}</div>'
-        for tag, rows in blocks
-    )
-    panes = "".join(
-        f'<section class="note" data-note="{tag}" hidden><h2><a href="{link}">{title}</a></h2>{text}</section>'
-        for tag, (link, title, text, _) in used.items()
-    )
-    return f"""<div class="beside"><div class="code script highlight">{code}</div>
-<aside class="pane" aria-label="Notes" tabindex="-1"><div class="bar"><button class="outliner">☰ Outline</button>
-<a class="before" title="previous note" hidden>↑ <span></span></a><a class="after" title="next note" hidden>↓ <span>
-</span></a><button class="close" aria-label="close">✕</button></div>
-<div class="body"><nav class="outline"><p>{"".join(outline)}</p></nav>{panes}</div></aside></div>
-<script>{PANE}</script>"""
-
-
-def diff_page(name):
-    """A difference between scripts as Markdown: one heading and one table of coloured lines for each hunk."""
-    old, new = DIFFS[name]
-    lines, text = {"-": code_lines(old), "+": code_lines(new)}, (NOTES / f"{name}.diff").read_text()
-    plain, hunks = (ROOT / f"{new}.py").read_text().splitlines(), re.split(r"(?m)^@@ -(\d+)\S* \+(\d+).*\n", text)[1:]
-    result = []
-    for a, b, hunk in zip(hunks[::3], hunks[1::3], hunks[2::3]):
-        a, b, rows, first = int(a), int(b), [], None
+def hunks(diff, old, new):
+    """The hunks of a diff as HTML, and the numbers of the lines that it adds; old and new are (page, code_lines)."""
+    result, added = "", set()
+    for a, b, hunk in re.findall(r"(?ms)^@@ -(\d+)\S* \+(\d+).*?\n(.*?)(?=^@@ |\Z)", diff):
+        a, b, rows = int(a), int(b), []
         for sign in (line[:1] or " " for line in hunk.splitlines()):
-            first = first or (sign != " " and b) or None
-            indent, code = lines["+"][b - 1] if sign == "+" else lines["-"][a - 1]
-            numbers = [(old, a * (sign != "+")), (new, b * (sign != "-"))]
-            kind = {"-": " minus", "+": " plus", " ": ""}[sign]
-            rows.append(row(indent, code, numbers, kind, f' data-sign="{sign}"'))
+            line, kind = (new[1][b - 1], " plus") if sign == "+" else (old[1][a - 1], " minus" * (sign == "-"))
+            numbers = [(old[0], a * (sign != "+")), (new[0], b * (sign != "-"))]
+            rows.append(row(line, numbers, kind, f' data-sign="{sign}"'))
+            added |= {b} if sign == "+" else set()
             a, b = a + (sign != "+"), b + (sign != "-")
-        around = [top[1] for top in map(TOP.match, plain[:first]) if top and top[1]] or ["module"]
-        result.append(f'## `{around[-1]}` {first}\n\n<div class="code diff highlight">{"".join(rows)}</div>\n')
-    counts = [len(re.findall(rf"(?m)^\{sign}(?!\{sign}\{sign})", text)) for sign in "-+"]
-    head = f"# {SCRIPTS[old]} → {SCRIPTS[new]}\n\n`{old}.py` → `{new}.py`: {counts[0]} lines go, {counts[1]} come.\n\n"
-    return head + "\n".join(result)
+        result += f'<div class="code diff highlight">{"".join(rows)}</div>'
+    return result, added
+
+
+def difference_page(name):
+    """The walk's section about a difference between scripts, as Markdown."""
+    old, new = DIFFS[name]
+    text = re.search(rf"(?ms)^## What `{new}.py` does differently\n(.*?)(?=^## |\Z)", (NOTES / "walk.md").read_text())[
+        1
+    ]
+    diff = (NOTES / f"{name}.diff").read_text()
+    counts = [len(re.findall(rf"(?m)^\{sign}(?!\{sign}\{sign})", diff)) for sign in "-+"]
+    return (
+        f"# {SCRIPTS[old]} → {SCRIPTS[new]}\n\n`{old}.py` → `{new}.py`: {counts[0]} lines go, {counts[1]} come.\n{text}"
+    )
+
+
+def with_numbers(content, name):
+    """HTML of that page, its hunks now with the numbers of their lines in both scripts."""
+    sides = [(f"{x}.html", code_lines((ROOT / f"{x}.py").read_text(), f"{x}.html")) for x in DIFFS[name]]
+
+    def numbered(match):
+        return hunks(html.unescape(re.sub("<.*?>", "", match[1])), *sides)[0]
+
+    return re.sub(r'(?s)<div class="[^"]*highlight"><pre>(.*?)</pre></div>', numbered, content)
+
+
+def variant_page(name):
+    """The head of a variant as Markdown."""
+    text, patch = f"# Variant: `{name}`\n\n", (variants.FOLDER / f"{name}.patch").exists()
+    for key, value in re.findall(r"(?m)^(\w+): *(.*(?:\n +.*)*)", variants.read_patch(name)[0] if patch else ""):
+        lines = re.split(r"\n +", value)
+        text += f"**{key}.** {' '.join(lines)}\n\n" if key != "Run" else "```bash\n{}\n```\n\n".format("\n".join(lines))
+    return text + "[What it changes](#changes), [the whole file](#file)\n" * patch
+
+
+def variant_code(name):
+    """What is below the head, as HTML: the difference and the whole file, and the file that needs no patch."""
+    path, page, text = variants.FOLDER / f"{name}.py", f"variant-{name}.html", ""
+    if (variants.FOLDER / f"{name}.patch").exists():
+        _, script, _, diff = variants.read_patch(name)
+        base, new = f"{script[:-3]}.html", code_lines(variants.patched(name), page)
+        changes, added = hunks(diff, (base, code_lines((ROOT / script).read_text(), base)), (page, new))
+        rows = [row(x, [(page, k)], " plus" * (k in added), f' id="L{k}"') for k, x in enumerate(new, 1)]
+        text = f'<h2 id="changes">What it changes in <code>{script}</code></h2>{changes}'
+        text += f'<h2 id="file">The whole file</h2><div class="code highlight">{"".join(rows)}</div>'
+    if path.exists():
+        rows = [row(x, [(page, 0)]) for x in code_lines(path.read_text(), page)]
+        text += f"<h2><code>notes/variants/{name}.py</code></h2>"
+        text += f'<div class="code highlight">{"".join(rows)}</div>'
+    return text
+
+
+def walk_parts(content):
+    """The walk's HTML, cut up: its beginning, [(start of a line of the loop, title, text)], {(diff, key): sentence}."""
+    pieces = re.split(r'(?s)<!-- (code|hunk) ?(\w*): (.*?) -->\s*<div class="[^"]*highlight">.*?</div>', content)
+    begin, title, excerpts, sentences = re.search(r"(?s)</h1>(.*?)<h2", pieces[0])[1], "", [], {}
+    for before, kind, diff, key, after in zip(pieces[::4], pieces[1::4], pieces[2::4], pieces[3::4], pieces[4::4]):
+        title = [title, *re.findall(r'<h2>(.*?)(?:<a class="headerlink|</h2>)', before)][-1]
+        if kind == "code":
+            excerpts.append((key, title, after.split("<h2")[0]))
+        elif key != "*":
+            sentences[diff, key] = before.rsplit("</h2>")[-1]
+    return begin, excerpts, sentences
+
+
+def sections(source):
+    """[(line, title, [(line, name, [(line, tag)])])]: the parts of a script, what each defines, the tags in it."""
+    dividers = re.finditer(r"(?m)^# -{9,}\n# (.+)\n# -{9,}$", source)
+    found = [(1, "Docstring, imports, flags", [])] + [
+        (source.count("\n", 0, x.start()) + 1, x[1], []) for x in dividers
+    ]
+    for x in ast.parse(source).body:
+        if isinstance(x, ast.FunctionDef | ast.ClassDef):
+            lines = enumerate(source.splitlines()[x.lineno - 1 : x.end_lineno], x.lineno)
+            tags = [(number, tag) for number, line in lines for tag in TAG.findall(line)]
+            [part for part in found if part[0] < x.lineno][-1][2].append((x.lineno, x.name, tags))
+    return found
+
+
+def pane_parts(name, walk, notes):
+    """[(first line, titles, text)] of a script: what the pane shows while the lines from there on are read.
+
+    In `main` that is the walk. What it says of an excerpt of ppo_llm.py stands beside the same lines of the other
+    scripts, below what it says of the hunks there. Elsewhere it is an outline with the tags.
+    """
+    source, (begin, excerpts, sentences), parts = (ROOT / f"{name}.py").read_text(), walk, {}
+    for line, title, defined in sections(source):
+        text = begin
+        if "main" not in [what for _, what, _ in defined]:
+            tags = '<li><a class="tag" href="#L{}">{}</a> {}</li>'
+            text = "".join(
+                f'<p><a href="#L{at}"><code>{what}</code></a></p>'
+                f"<ul>{''.join(tags.format(*spot, notes[spot[1]][1].split(' ', 1)[1]) for spot in spots)}</ul>"
+                for at, what, spots in defined
+            )
+        parts[line] = [title, text]
+    base = (ROOT / "ppo_llm.py").read_text().splitlines()
+    changes = SequenceMatcher(None, base, source.splitlines(), autojunk=False).get_opcodes()
+    at = base.index("    for iteration in progress:")
+    for start, title, text in excerpts:
+        at = next(i for i in range(at, len(base)) if base[i].strip().startswith(start))
+        kind, a, _, b, _ = next(x for x in changes if x[1] <= at < x[2])
+        parts[b + 1 + (at - a) * (kind == "equal")] = [title, text]  # of what has gone, the next takes the place
+    for (diff, key), sentence in sentences.items():
+        if DIFFS[diff][1] == name:
+            hunk = next(x for x in re.split(r"(?m)^(?=@@ )", (NOTES / f"{diff}.diff").read_text()) if key in x)
+            start, context = re.match(r"@@ -\S+ \+(\d+).*\n((?: .*\n)*)", hunk).groups()
+            part = parts[max(line for line in parts if line <= int(start) + context.count("\n"))]
+            part[1] = f'<div class="differs"><a href="{diff}.html">unlike ppo_llm.py</a>{sentence}</div>{part[1]}'
+    joined = []
+    for line, (title, text) in sorted(parts.items()):
+        if not joined or line - joined[-1][0] >= SHORT:
+            joined.append((line, [], []))
+        joined[-1][2].append(text if title in joined[-1][1] else f"<h2>{title}</h2>{text}")
+        joined[-1][1].append(title)
+    return joined
+
+
+def script_page(name, walk, notes):
+    """(HTML, table of contents) of a script: its lines on the left, on the right the pane with what is said of them."""
+    page, source = f"{name}.html", (ROOT / f"{name}.py").read_text()
+    rows = [row(x, [(page, k)], identity=f' id="L{k}"') for k, x in enumerate(code_lines(source, page), 1)]
+    parts, used = pane_parts(name, walk, notes), sorted({tag for tag in TAG.findall(source) if tag in notes})
+    loop = source[: source.index("    for iteration in progress:")].count("\n") + 1
+    ends = [line for line, _, _ in parts[1:]] + [len(rows) + 1]
+    code = "".join(f'<div class="part">{"".join(rows[a - 1 : b - 1])}</div>' for (a, _, _), b in zip(parts, ends))
+    texts = "".join(f'<section class="text" hidden>{"".join(text)}</section>' for _, _, text in parts)
+    for tag in used:
+        link, title, text, _ = notes[tag]
+        texts += f'<section class="note" data-note="{tag}" hidden><h2><a href="{link}">{title}</a></h2>{text}</section>'
+    contents = AnchorLink(f"{name}.py", "", 1)
+    outline = sections(source)
+    for (line, title, defined), (after, _, _) in zip(outline, [*outline[1:], (0, 0, 0)]):
+        contents.children.append(AnchorLink(title, f"L{line}", 2))
+        contents.children[-1].children = [AnchorLink(what, f"L{at}", 3) for at, what, _ in defined]
+        if "main" in [what for _, what, _ in defined]:
+            phases = {title: at for at, titles, _ in parts for title in titles if loop <= at < after}
+            contents.children[-1].children[-1].children = [AnchorLink(x, f"L{at}", 4) for x, at in phases.items()]
+    return (
+        f"""<div class="beside" data-loop="L{loop}"><div class="code script highlight">{code}</div>
+<aside class="pane" aria-label="Notes" tabindex="-1"><div class="bar"><button class="fold"></button>
+<button class="back" hidden>back to the walk</button></div><div class="body">{texts}</div></aside></div>
+<script src="pane.js"></script>""",
+        [contents],
+    )
+
+
+def with_links(text, source, pages, docs):
+    """Markdown with links that fit the site. Files are copied; `pages` has, and gets, what becomes a page."""
+
+    def link(match):
+        path = (source.parent / match[1]).resolve()
+        if not path.is_file() or ROOT not in path.parents:
+            return match[0]
+        place = path.relative_to(ROOT)
+        if path.suffix == ".md":
+            pages.setdefault(path, "-".join(place.parts))
+        if path in pages:
+            return f"]({pages[path]}"
+        copy = f"files/{place}" + ".txt" * (path.suffix not in (".png", ".svg", ".jpg"))
+        (docs / copy).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, docs / copy)
+        return f"]({copy}"
+
+    return LINK.sub(link, text)
 
 
 def write_pages(docs):
-    """Fills the folder that mkdocs reads, all pages side by side, with links made to fit. Returns its navigation."""
-    chapters = sorted(path for path in NOTES.glob("*.md") if path.name != "README.md")
-    pages = {NOTES / "README.md": "index.md", ROOT / "README.md": "project.md"} | {x: x.name for x in chapters}
-    texts = list(pages)
-    pages |= {ROOT / f"{name}.py": f"{name}.md" for name in SCRIPTS}
+    """Fills the folder that mkdocs reads, all pages side by side. Returns its navigation."""
+    first, second, *others = sorted(NOTES.glob("[0-9]*.md"))
+    chapters = [first, NOTES / "walk.md", second, WEB / "sliders.md", *others, NOTES / "guide.md"]
+    pages = {WEB / "home.md": "index.md", NOTES / "README.md": "notes.md", ROOT / "README.md": "project.md"}
+    pages |= {path: path.name for path in chapters} | {ROOT / f"{name}.py": f"{name}.md" for name in SCRIPTS}
     pages |= {NOTES / f"{name}.diff": f"{name}.md" for name in DIFFS}
-    for source in texts:  # grows while pages link to others
-
-        def link(match, source=source):
-            path = (source.parent / match[1]).resolve()
-            if not path.is_file() or ROOT not in path.parents:
-                return match[0]
-            place = path.relative_to(ROOT)
-            if path.suffix == ".md" and path not in pages:
-                pages[path] = "-".join(place.parts)
-                texts.append(path)
-            if path in pages:
-                return f"]({pages[path]}"
-            copy = f"files/{place}" + ".txt" * (path.suffix not in (".png", ".svg", ".jpg"))
-            (docs / copy).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, docs / copy)
-            return f"]({copy}"
-
-        (docs / pages[source]).write_text(LINK.sub(link, source.read_text()))
+    pages |= {path: f"variant-{path.stem}.md" for path in variants.FOLDER.iterdir() if path.suffix in (".patch", ".py")}
     for name, title in SCRIPTS.items():
-        (docs / f"{name}.md").write_text(f"{HEAD.format('navigation, toc')}# {title}: `{name}.py`\n")
+        (docs / f"{name}.md").write_text(f"{HEAD}# {title}: `{name}.py`\n")
     for name in DIFFS:
-        (docs / f"{name}.md").write_text(f"{HEAD.format('navigation')}{diff_page(name)}")
-    (docs / "site.css").write_text(STYLE)
-    (docs / "worker.js").write_text(WORKER)
+        (docs / f"{name}.md").write_text(HEAD + with_links(difference_page(name), NOTES / "walk.md", pages, docs))
+    for name in VARIANTS:
+        (docs / f"variant-{name}.md").write_text(HEAD + variant_page(name))
+    while missing := [path for path in pages if path.suffix == ".md" and not (docs / pages[path]).exists()]:
+        for path in missing:
+            (docs / pages[path]).write_text(with_links(path.read_text(), path, pages, docs))
+    for path in WEB.glob("*.[cj]s*"):
+        shutil.copy(path, docs)
     return [
         {"Home": "index.md"},
-        {"Notes": [{re.match("# (.*)", x.read_text())[1]: x.name} for x in chapters]},
+        {"Learn": [{re.search("(?m)^# (.*)", x.read_text())[1]: pages[x]} for x in [NOTES / "README.md", *chapters]]},
         {"Scripts": [{title: f"{name}.md"} for name, title in SCRIPTS.items()]},
         {"Differences": [{f"{SCRIPTS[old]} → {SCRIPTS[new]}": f"{name}.md"} for name, (old, new) in DIFFS.items()]},
+        {"Variants": [{name: f"variant-{name}.md"} for name in VARIANTS]},
         {"The project": "project.md"},
     ]
 
@@ -374,24 +336,42 @@ def on_page_content(html_, page, **_):
             )
             plain(entry.children)
 
+    def variant(match):
+        return f'<td><a href="variant-{match[1]}.html">{match[0][4:]}</a>' if match[1] in VARIANTS else match[0]
+
     plain(page.toc)
     html_ = re.sub(r'(?s)<(div|span) class="arithmatex">(.*?)</\1>', formula, html_)
     html_ = html_.replace("<p><em>In the code:", '<p class="places"><em>In the code:')
+    html_ = re.sub(r"<td><code>(\w+)</code>", variant, html_)
+    name = page.url.removesuffix(".html")
+    if name in DIFFS:
+        html_ = with_numbers(html_, name)
+    if name.startswith("variant-"):
+        html_ += variant_code(name.removeprefix("variant-"))
+    if name == "02-gae":
+        html_ += '<p><a href="sliders.html">One response with sliders</a>: discount, lambda, values and clip.</p>'
     return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', html_)
 
 
 def on_env(env, config, files):
-    """All pages have their HTML: sections of notes go into the pages of scripts, definitions into the search."""
+    """All pages have their HTML: notes and walk go into the pages of scripts, definitions into the search."""
     pages, notes = {file.page.url: file.page for file in files.documentation_pages()}, {}
+
+    def elsewhere(text, url):
+        """HTML of a page as a part of another."""
+        text = re.sub(r' id="[^"]*"', "", text).replace('href="#', f'href="{url}#')
+        return text.replace("<img ", '<img loading="lazy" ')
+
     for url, page in pages.items():
         for identity, title, number, text in SECTION.findall(page.content):
-            text = re.sub(r' id="[^"]*"', "", text).replace('href="#', f'href="{url}#')
-            text = text.replace("<img ", '<img loading="lazy" ')
-            notes[number] = (f"{url}#{identity}", title, text, html.escape(re.sub("<.*?>", "", title)))
+            notes[number] = (f"{url}#{identity}", title, elsewhere(text, url), re.sub("<.*?>", "", title))
     search = next(plugin for name, plugin in config.plugins.items() if name.endswith("search")).search_index
-    seen = set()
+    walk, seen = walk_parts(elsewhere(pages["walk.html"].content, "walk.html")), set()
+    for name in VARIANTS:
+        search.entries.append({"location": f"variant-{name}.html", "title": f"Variant: {name}", "text": ""})
     for name, title in SCRIPTS.items():
-        pages[f"{name}.html"].content += script_page(name, notes)
+        content, pages[f"{name}.html"].toc = script_page(name, walk, notes)
+        pages[f"{name}.html"].content += content
         search.entries.append({"location": f"{name}.html", "title": f"{name}.py: {title}", "text": ""})
         source = (ROOT / f"{name}.py").read_text()
         for x in ast.parse(source).body:
@@ -421,7 +401,7 @@ def main():
             "theme": {
                 "name": "material",
                 "font": False,
-                "features": ["navigation.tabs", "navigation.footer", "toc.follow", "search.highlight"],
+                "features": ["navigation.tabs", "navigation.footer", "toc.integrate", "toc.follow", "search.highlight"],
                 "palette": [
                     {
                         "media": f"(prefers-color-scheme: {name})",
@@ -434,9 +414,14 @@ def main():
             },
             "plugins": [{"search": {"separator": r"""[\s\-,:;()\[\]"`=]+"""}}, "offline"],
             "hooks": [__file__],
-            "markdown_extensions": [{"pymdownx.arithmatex": {"generic": True}}, "pymdownx.superfences"],
-            "extra_css": ["site.css"],
-            "extra": {"generator": False, "polyfills": ["worker.js?iframe-worker"]},
+            "markdown_extensions": [
+                {"pymdownx.arithmatex": {"generic": True}},
+                {"pymdownx.highlight": {"line_spans": "line"}},
+                "pymdownx.superfences",
+                "md_in_html",
+            ],
+            "extra_css": ["style.css"],
+            "extra": {"generator": False, "polyfills": ["search.js?iframe-worker"]},
             "validation": {"omitted_files": "ignore", "anchors": "ignore"},  # tests/test_site.py checks all links
         }
         Path(folder, "mkdocs.yml").write_text(json.dumps(settings))  # JSON is YAML

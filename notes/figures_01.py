@@ -1,4 +1,7 @@
-"""Figures of note 1: `python notes/figures_01.py` writes notes/figures/{phases,credit}.png."""
+"""Figures of note 1: `python notes/figures_01.py` writes notes/figures/{phases,token_table,credit}.png.
+
+The numbers of token_table.png go to notes/web/response.js, too: the site has them with sliders.
+"""
 
 import json
 import sys
@@ -76,6 +79,123 @@ def phases():
     save(figure, "phases")
 
 
+def traced():
+    """Four iterations of PPO on 32 prompts each, by the script's functions: {column: (B,L)} of the last, and its texts.
+
+    Four, so that the policy has left the reference and the critic forecasts something; each takes four steps.
+    """
+    import ppo_llm as ppo
+
+    folder = str(ROOT / "benchmarks" / "tiny" / "model")
+    tokenizer = ppo.AutoTokenizer.from_pretrained(folder)
+    policy, reference = (ppo.Policy(ppo.load_model(folder, ppo.AutoModelForCausalLM), 1.0) for _ in range(2))
+    critic, eos_ids = ppo.Critic(folder, 0), ppo.collect_eos_ids(policy.model, tokenizer)
+    data = [json.loads(line) for line in (ROOT / "benchmarks" / "tiny" / "train.jsonl").read_text().splitlines()]
+    data = [row | {"input_ids": tokenizer(row["question"])["input_ids"]} for row in data]
+    actor_step, critic_step = (
+        torch.optim.AdamW(model.parameters(), lr=ppo.EMBEDDED[name], weight_decay=0.0)
+        for model, name in ((policy, "lr"), (critic, "critic_lr"))
+    )
+    for iteration in range(1, 5):
+        rows = ppo.draw_prompts(data, 32 * (iteration - 1), 32, seed=1)
+        noise = torch.rand(32, 40, generator=ppo.random_stream("rollout", 1, iteration), dtype=torch.float64)
+        responses = ppo.generate(policy.model, [row["input_ids"] for row in rows], noise, eos_ids, 1.0, 1.0, 0)
+        tokens, mask, _, _ = ppo.to_batch(rows, responses, "cpu")
+        texts = tokenizer.batch_decode([response.ids for response in responses], skip_special_tokens=True)
+        scores = torch.tensor(ppo.gsm8k(None, texts, [row["answer"] for row in rows]))
+        with torch.no_grad():
+            old, ref, values = policy(tokens, mask)[0], reference(tokens, mask)[0], critic(tokens, mask)
+        rewards = ppo.place_scores(scores, mask) - 0.001 * ppo.kl_penalty(old, ref, "k1")
+        advantages, returns = ppo.gae(rewards, values, mask, gamma=1.0, lam=0.95)
+        whitened, clips, ratios = ppo.masked_whiten(advantages, mask), [], []
+        for _ in range(4):
+            logprobs, _ = policy(tokens, mask)
+            losses, clipped = ppo.policy_loss(logprobs, old, whitened, clip_low=0.2, clip_high=0.2)
+            ratios, clips = [*ratios, (logprobs - old).exp().detach()], [*clips, clipped]
+            critic_losses = ppo.value_loss(critic(tokens, mask), values, returns)
+            for model, step, x in (policy, actor_step, losses), (critic, critic_step, critic_losses):
+                ppo.aggregate(x, mask, "token-mean", int(mask.sum()), len(rows), 40).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                step.step()
+                step.zero_grad()
+    ratios, clips = [*ratios[1:], (policy(tokens, mask)[0] - old).exp().detach()], clips[1:]
+    clips.append(ppo.policy_loss(ratios[-1].log(), torch.zeros_like(old), whitened, 0.2, 0.2)[1])
+    columns = {"old\nlog-prob": old, "reference\nlog-prob": ref, "reward\nscore $-$ KL": rewards, "$V$": values}
+    columns |= {"$\\delta$": ppo.gae(rewards, values, mask, gamma=1.0, lam=0.0)[0], "$A$": advantages}
+    columns |= {"$A$\nwhitened": whitened} | {f"$\\rho$ after\nstep {k}": x for k, x in enumerate(ratios, 1)}
+    return columns, clips, mask, tokens, texts, rows, tokenizer
+
+
+def token_table():
+    """One response of a small PPO run, token by token: every number that the update is made of."""
+    columns, clips, mask, tokens, texts, rows, tokenizer = traced()
+    row = 5
+    names, blue, orange = ["$i$", "token $i+1$", "mask", *columns], (0.13, 0.42, 0.76), (0.90, 0.49, 0.05)
+    widths = [3.4, 10.5, 6] + [9.5, 9.5, 11, 7, 7, 7.5, 9.5] + [8] * 4
+    edges = [sum(widths[:k]) for k in range(len(widths) + 1)]
+    states = mask[row].nonzero().flatten().tolist()
+    words = [tokenizer.decode([tokens[row, i + 1]]) for i in states]
+    numbers = [[round(x, 4) for x in values[row, states].tolist()] for values in columns.values()]
+    named = {"words": words, "rewards": numbers[2], "values": numbers[3], "ratios": numbers[7:]}
+    text = json.dumps(named).replace('], "', '],\n "')
+    (ROOT / "notes" / "web" / "response.js").write_text(f"const response = {text}\n")
+    figure, axes = plt.subplots(figsize=(9.4, 6.0))
+    figure.subplots_adjust(0, 0, 1, 1)
+    axes.set(xlim=(-0.3, edges[-1] + 0.3), ylim=(len(states) + 4.3, -3.6))
+    axes.axis("off")
+
+    def cell(line, column, text, color="white", **look):
+        frame = {"edgecolor": "#bbbbbb", "lw": 0.5} | look
+        axes.add_patch(plt.Rectangle((edges[column], line), widths[column], 1, facecolor=color, **frame))
+        left = column == 1
+        x = edges[column] + (0.5 if left else widths[column] / 2)
+        font = {"family": "monospace"} if column < 3 else {}
+        axes.text(x, line + 0.52, text, fontsize=8.5, ha="left" if left else "center", va="center", **font)
+
+    def tint(x, color):
+        """White for 0, the colour for 1."""
+        x = 0.75 * max(0.0, min(1.0, x))
+        return tuple(1 - x * (1 - c) for c in color)
+
+    def signed(x, largest):
+        return tint(abs(x) / largest, blue if x > 0 else orange)
+
+    for column, name in enumerate(names):
+        axes.text(edges[column] + widths[column] / 2, -0.15, name, fontsize=8.5, ha="center", va="bottom")
+    # Two states of the prompt before the first action, and what stands behind the last one.
+    for line, i in enumerate([states[0] - 2, states[0] - 1, *states, states[-1] + 1]):
+        is_action = i in states
+        grey = "white" if is_action else "#eeeeee"
+        text = tokenizer.decode([tokens[row, i + 1]]).replace("\n", "\\n").replace(" ", "_")
+        text = {"<|endoftext|>": "EOS"}.get(text, text) if i <= states[-1] else "padding"
+        for column, what in enumerate((i, text, int(is_action))):
+            cell(line, column, what, grey)
+        for column, (name, values) in enumerate(columns.items(), 3):
+            x = values[row, i].item()
+            color = signed(x, {"$A$\nwhitened": 2.5, "reward\nscore $-$ KL": 1}.get(name, 0.7))
+            form = "{:.2f}"
+            if "log-prob" in name:
+                color = tint(-x / 2.5, (0.35, 0.35, 0.35))
+            elif "reward" in name:
+                form = "{:.4f}"
+            elif "rho" in name:
+                color = signed(x - 1, 0.2)
+            look = {}
+            if "rho" in name and clips[int(name[-1]) - 1][row, i]:
+                look = {"edgecolor": "black", "lw": 2, "zorder": 3}
+            shown = form.format(x).replace("-0.0000", "0.0000") if is_action else ""
+            shown = "0.00" if shown == "-0.00" else shown
+            cell(line, column, shown.replace("-", "\N{MINUS SIGN}"), color if is_action else grey, **look)
+    question, answer = rows[row]["question"], texts[row].strip().replace("\n", "\\n")
+    axes.text(0, -3.1, question, fontsize=9, va="center")
+    axes.text(0, -2.2, f"score 0: {answer!r}".replace("\\\\", "\\"), fontsize=9, va="center")
+    end = len(states) + 3.35
+    axes.add_patch(plt.Rectangle((0, end), 3, 0.8, facecolor="white", edgecolor="black", lw=2, clip_on=False))
+    note = "the clip has taken this token's gradient     blue: above 0 (ratio: above 1)     orange: below"
+    axes.text(4, end + 0.42, note, fontsize=8.5, va="center")
+    save(figure, "token_table")
+
+
 def credit():
     """True values of the embedded model, by 300 continuations from every beginning, and what follows from them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -124,4 +244,5 @@ def credit():
 
 if __name__ == "__main__":
     phases()
+    token_table()
     credit()

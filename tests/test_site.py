@@ -1,8 +1,10 @@
-"""The web site of the notes: links, formulas, and the pages of the scripts as a browser shows them."""
+"""The web site: links, formulas, and its pages as a browser shows them."""
 
+import html
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 PAGES = [f"{name}.html" for name in SCRIPTS]
-WIDE, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+WIDE, TABLET, PHONE = ({"width": w, "height": h} for w, h in ((1440, 900), (1024, 768), (390, 844)))
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 
 
@@ -87,6 +89,7 @@ def browser(site):
             while pages:
                 pages.pop().close()
             pages.append(chromium.new_page(viewport=size))
+            pages[0].set_default_timeout(300_000)  # of a busy machine
             pages[0].on("pageerror", lambda error: errors.append(f"{name}: {error}"))
             pages[0].on(
                 "request", lambda x: None if x.url.startswith(("file:", "data:", "about:")) else errors.append(x.url)
@@ -126,7 +129,7 @@ def test_every_formula_of_the_notes_is_on_its_page(site):
     for path in sorted((ROOT / "notes").glob("*.md")):
         text = re.sub(r"(?ms)^```.*?^```$|`[^`\n]*`", "", path.read_text())
         formulas = re.findall(r"(?s)\$\$.+?\$\$|(?<!\\)\$[^$\s](?:[^$]*?[^$\s])??\$", text)
-        page = site[0]["index.html" if path.stem == "README" else f"{path.stem}.html"]
+        page = site[0]["notes.html" if path.stem == "README" else f"{path.stem}.html"]
         assert len(page.formulas) == len(formulas), path.name
         assert not [formula for formula in page.formulas if "\\" in formula or not formula.strip()]
 
@@ -168,23 +171,52 @@ def test_a_tap_on_a_phone_opens_a_note_above_the_code(browser, name):
         tag.click()
         assert page.evaluate(SHOWN) == [tag.text_content()]
         assert 40 < tag.bounding_box()["y"] < page.locator(".pane").bounding_box()["y"]  # it is not covered
-        page.locator(".pane .close").click()
+        page.locator(".pane .fold").click()
         assert page.evaluate(SHOWN) == []
+        assert page.locator(".pane").bounding_box()["height"] < 60
+
+
+def loop_of(name):
+    """Numbers of the first line of the loop and of the last of `main`."""
+    lines = (ROOT / name.replace(".html", ".py")).read_text().splitlines()
+    return lines.index("    for iteration in progress:") + 1, lines.index("    return run_dir") + 1
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_pane_is_in_step_while_scrolling(browser, name):
-    page = browser(name)
-    wrong = page.evaluate(f"""async () => {{
-        const wrong = []
-        for (const tag of document.querySelectorAll(".script .tag")) {{
-            tag.closest(".line").scrollIntoView()
+def test_a_script_opens_at_its_loop_with_its_outline(browser, name):
+    page, (loop, _) = browser(name), loop_of(name)
+    assert 48 < page.locator(f"#L{loop}").bounding_box()["y"] < 0.3 * WIDE["height"]
+    outline = page.locator(".md-sidebar--primary a[href^='#L']")
+    titles = [title.strip() for title in outline.all_text_contents()]
+    assert {"Mathematics", "Policy", "main", "1. Rollout", "6. Actor update", "Data and rewards"} <= set(titles)
+    outline.nth(titles.index("6. Actor update")).click()
+    page.wait_for_timeout(300)
+    assert page.locator(".pane h2:visible").first.text_content() == "6. Actor update"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_pane_follows_the_loop_and_every_phase_has_its_text(browser, name):
+    page, (loop, end) = browser(name), loop_of(name)
+    shown = page.evaluate(
+        """async ([first, last]) => {
+        const shown = []
+        for (let line = first; line <= last; line++) {
+            document.getElementById("L" + line).scrollIntoView()
             await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))
-            if ({SHOWN}.join() !== tag.textContent) wrong.push(tag.textContent + " shows " + {SHOWN})
-        }}
-        return wrong
-    }}""")
-    assert not wrong
+            shown.push([...document.querySelectorAll(".pane section")].find(x => x.offsetHeight > 0).innerText)
+        }
+        return shown
+    }""",
+        [loop, end],
+    )
+    changes = [k for k in range(1, len(shown)) if shown[k] != shown[k - 1]] + [len(shown)]
+    assert len(changes) > 8 and min(b - a for a, b in zip([0, *changes], changes)) >= 6
+    for number, line in enumerate((ROOT / name.replace(".html", ".py")).read_text().splitlines(), 1):
+        phase = re.match(r" {8}# (\d\. \w+)", line)
+        if phase and loop <= number <= end:
+            assert shown[number - loop].count(phase[1][:3]) and len(shown[number - loop]) > 150, line
+    assert min(page.evaluate("[...document.querySelectorAll('.part')].map(x => x.children.length)")) >= 6
+    assert ("unlike ppo_llm.py" in "".join(shown)) == (name == "grpo_llm.html")  # sharding leaves the loop as it is
 
 
 def test_keyboard(browser):
@@ -207,19 +239,100 @@ def test_a_link_to_a_line(browser):
     page.wait_for_url("**/grpo_llm.html#L*")
     assert 50 < page.locator(f"#{line}").bounding_box()["y"] < 850
     assert page.evaluate(SHOWN) == [section.split()[0]]
-    after = page.locator(".bar .after span").text_content()
-    page.locator(".bar .after").click()
-    page.wait_for_timeout(300)
-    assert page.evaluate(SHOWN) == [after.strip()]
+    page.locator(".pane .back").click()
+    assert page.evaluate(SHOWN) == [] and page.locator(".pane .text:visible").count() == 1
 
 
-def test_formulas_are_drawn_and_phones_need_no_sideways_scrolling(site, browser):
+# Code that is wider than its box, and lines that reach out of the window.
+CUT = """() => [...document.querySelectorAll(".md-content :is(pre, pre > code, .code, .code .line)")]
+    .filter(x => x.offsetWidth)
+    .filter(x => x.scrollWidth > x.clientWidth + 1 || x.getBoundingClientRect().right > innerWidth + 1)
+    .map(x => x.textContent.slice(0, 80))"""
+
+
+def test_formulas_are_drawn_and_no_code_is_cut_at_any_width(site, browser):
     for name in site[0]:
-        page = browser(name, PHONE)
-        assert page.evaluate("document.scrollingElement.scrollWidth") <= PHONE["width"], name
+        page = browser(name)
+        for size in WIDE, TABLET, PHONE:
+            page.set_viewport_size(size)
+            assert page.evaluate("document.scrollingElement.scrollWidth") <= size["width"], (name, size)
+            assert page.evaluate(CUT) == [], (name, size)
         boxes = """[...document.querySelectorAll(".md-content math")].filter(x => x.checkVisibility()).map(
             x => [x.getBoundingClientRect().width, x.getBoundingClientRect().height])"""
         assert all(width > 2 and height > 2 for width, height in page.evaluate(boxes)), name
+
+
+def test_home_has_three_doors_a_curve_and_an_answer_before_and_after(site):
+    text = (site[1] / "index.html").read_text()
+    doors = text[text.index('class="doors"') : text.index('id="what-you-will-see"')]
+    assert re.findall(r"<h2 [^>]*>(\w+)", doors) == ["Learn", "Run", "Change"]
+    assert all(door.count("<a href") >= 3 for door in doors.split("<h2 ")[1:]) and "ppo.png" in text
+    readme = re.sub(r"[\s>]+", " ", (ROOT / "README.md").read_text())  # the same answers
+    home = (ROOT / "notes" / "web" / "home.md").read_text()
+    assert all(answer in readme for answer in re.findall(r"(?:Before|After): (`.*`)", home)) and "After: `" in home
+
+
+@pytest.mark.parametrize("name", ["ppo_to_grpo", "ppo_to_ppo_fsdp"])
+def test_a_difference_page_has_every_hunk_and_a_sentence_for_each(browser, name):
+    page = browser(f"{name}.html")
+    found = page.evaluate("""[...document.querySelectorAll(".diff")].map(
+        x => [!!x.closest("details"), x.previousElementSibling?.matches("p") && x.previousElementSibling.innerText])""")
+    assert len(found) == (ROOT / "notes" / f"{name}.diff").read_text().count("\n@@ ")
+    assert all(folded or sentence for folded, sentence in found) and 2 < sum(folded for folded, _ in found) < 8
+    assert not page.locator("details .line").first.is_visible()  # what is folded is out of the way
+
+
+def test_variants_are_pages_with_their_whole_files(site):
+    sys.path.insert(0, str(ROOT / "notes"))
+    patched = runpy.run_path(str(ROOT / "notes" / "variants.py"))["patched"]
+    paths = sorted((ROOT / "notes" / "variants").glob("*.*"))
+    assert len(paths) >= 14
+    for path in paths:
+        text = (site[1] / f"variant-{path.stem}.html").read_text()
+        lines = re.sub(r'<a class="number".*?</a>', "", text).split('<span class="line')[1:]
+        lines = [html.unescape(re.sub("<.*?>", "", x.partition(">")[2].partition("</div>")[0])) for x in lines]
+        whole = patched(path.stem) if path.suffix == ".patch" else path.read_text()
+        assert "\n".join(whole.splitlines()) in "\n".join(lines), path.name
+        if path.suffix == ".patch":
+            assert "<strong>Measured.</strong>" in text and 'class="line plus"' in text and 'id="changes"' in text
+
+
+def sliders(browser, place, value):
+    """Moves a slider of the page as a hand would."""
+    browser.locator(place).evaluate(
+        "(input, value) => { input.value = value; input.dispatchEvent(new Event('input')) }", str(value)
+    )
+
+
+def test_the_sliders_compute_what_ppo_llm_does(browser):
+    import torch
+
+    from ppo_llm import gae, policy_loss
+
+    page = browser("sliders.html")
+    response = page.evaluate("response")
+    rewards, values = torch.tensor([response["rewards"]]), torch.tensor([response["values"]])
+    for gamma, lam, clip, step, changed in [
+        (1, 0.95, 0.2, 4, {}),
+        (0.9, 0.5, 0.05, 2, {3: 0, 9: 1}),
+        (1, 0, 0, 3, {0: 1}),
+    ]:
+        for name, value in {"gamma": gamma, "lam": lam, "clip": clip, "step": step}.items():
+            sliders(page, f".sliders [name={name}]", value)
+        for t in range(values.shape[1]):
+            sliders(page, f".numbers [name=value] >> nth={t}", round(changed.get(t, values[0, t].item()), 2))
+        now = torch.tensor(
+            [[float(x) for x in page.eval_on_selector_all(".numbers input", "x => x.map(y => y.value)")]]
+        )
+        advantages, returns = gae(rewards, now, torch.ones_like(rewards).bool(), gamma, lam)
+        ratio = torch.tensor([response["ratios"][step - 1]])
+        losses, clipped = policy_loss(ratio.log(), torch.zeros_like(ratio), advantages, clip, clip)
+        for column, expected in {"A": advantages, "return": returns, "loss": losses}.items():
+            shown = page.eval_on_selector_all(f".numbers [data-name={column}]", "x => x.map(y => +y.dataset.exact)")
+            assert torch.allclose(torch.tensor([shown]), expected, atol=1e-5), (column, gamma, lam)
+        marks = page.eval_on_selector_all(".numbers [data-name=ratio]", "x => x.map(y => y.matches('.cut'))")
+        at_edge = (ratio - 1).abs() < 1e-6  # there it is the last digit that decides
+        assert (torch.tensor([marks]) == clipped).logical_or(at_edge).all()
 
 
 def test_search(browser):
