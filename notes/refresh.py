@@ -4,7 +4,8 @@
 
 It writes the two diffs, the places of the tags `# [N.M]` under the heading of section N.M, and the excerpts of walk.md:
 below `<!-- code: START -->` the loop of ppo_llm.py from the line that begins so to the next such mark, below
-`<!-- hunk NAME: KEY -->` the hunk of a diff in which KEY is; for * all that no mark names.
+`<!-- function: NAME -->` a function of it, below `<!-- hunk NAME: KEY -->` the hunk of a diff in which KEY is; for * all
+that no mark names.
 """
 
 import ast
@@ -88,6 +89,14 @@ def loop_lines():
     return [line[4:] for line in lines[first:last]]
 
 
+def function_source(name):
+    """The source of a function of ppo_llm.py, without its docstring."""
+    source = (ROOT / "ppo_llm.py").read_text()
+    (node,) = (x for x in ast.parse(source).body if getattr(x, "name", None) == name)
+    lines, body = source.splitlines(), node.body[1:] if ast.get_docstring(node) else node.body
+    return "\n".join([*lines[node.lineno - 1 : node.body[0].lineno - 1], *lines[body[0].lineno - 1 : node.end_lineno]])
+
+
 def hunks(name):
     return re.findall(r"(?ms)^@@ .*?(?=^@@ |\Z)", diff(*DIFFS[name]))
 
@@ -116,6 +125,10 @@ def with_excerpts(text):
             raise SystemExit(f"walk.md: {len(own)} hunks of {match[1]} have {match[2]!r}")
         return f"<!-- hunk {match[1]}: {match[2]} -->\n```diff\n{''.join(own)}```\n"
 
+    def function(match):
+        return f"<!-- function: {match[1]} -->\n```py\n{function_source(match[1])}\n```\n"
+
+    text = re.sub(r"(?s)<!-- function: (\w+) -->\n(```py\n.*?\n```\n)?", function, text)
     text = re.sub(r"(?s)<!-- code: ([^\n]*) -->\n(```python\n.*?\n```\n)?", code, text)
     return re.sub(r"(?s)<!-- hunk (\w+): ([^\n]*) -->\n(```diff\n.*?\n```\n)?", hunk, text)
 
