@@ -1,6 +1,6 @@
 """Bugs that are easily written into a script like these: each replaces one function and says nothing.
 
-    python benchmarks/broken.py eos-untrained --total-iterations 12        the other flags are the script's
+    python benchmarks/broken.py eos-untrained --total-iterations 8        the other flags are the script's
 
 None of them raises an exception. Chapter 9 shows which metric betrays which; benchmarks/symptoms.py runs them all. What
 would end some of them in the first iteration, that sampler and training pass differ, is printed here and goes on.
@@ -36,7 +36,7 @@ def logprobs_late(algo):
 
 @bug("ppo_llm")
 def sampler_colder(algo):
-    """The sampler divides logits by 0.7, say because of a generation_config; no log-prob knows."""
+    """The sampler is at temperature 0.7: say because of a generation_config that no log-prob knows."""
     sample = algo.sample_tokens
     algo.sample_tokens = lambda logits, u, temperature, *rest: sample(logits, u, 0.7 * temperature, *rest)
 
@@ -56,7 +56,7 @@ def sampler_stale(algo):
 
 @bug("ppo_llm")
 def dropout_on(algo):
-    """The checkpoint's config has dropout, and all models, the reference too, are in train mode."""
+    """Dropout of 0.1 in the attention: the checkpoint's config has it, and all models are in train mode."""
     load_model = algo.load_model
 
     def load(*args, **options):
@@ -71,7 +71,7 @@ def dropout_on(algo):
 
 @bug("ppo_llm")
 def eos_missing(algo):
-    """The id that ends an answer is not among those that end the sampling."""
+    """The EOS that the model writes does not end the sampling."""
     algo.collect_eos_ids = lambda model, tokenizer: [tokenizer.pad_token_id]
 
 
@@ -92,7 +92,7 @@ def eos_untrained(algo):
 
 @bug("ppo_llm")
 def score_misplaced(algo):
-    """The score is put into the last column of the batch, which is the last token of the longest row alone."""
+    """The score stands in the last column: that is the last token of the longest row alone."""
 
     def place_scores(scores, mask):
         rewards = torch.zeros_like(mask, dtype=torch.float32)
@@ -111,21 +111,21 @@ def values_late(algo):
 
 @bug("ppo_llm")
 def padding_whitened(algo):
-    """Mean and variance of the advantages are taken over prompt and padding, too."""
+    """Advantages are whitened over prompt and padding, too."""
     whiten = algo.masked_whiten
     algo.masked_whiten = lambda x, mask: torch.where(mask, whiten(x, torch.ones_like(mask)), 0)
 
 
 @bug("ppo_llm")
 def sign_flipped(algo):
-    """The loss rewards what it should punish."""
+    """The sign of the advantage is wrong."""
     loss = algo.policy_loss
     algo.policy_loss = lambda logprobs, old, advantages, *clips: loss(logprobs, old, -advantages, *clips)
 
 
 @bug("ppo_llm")
 def reference_moves(algo):
-    """The reference is no copy: it has the policy's own weights."""
+    """The reference is the policy itself: no copy was made."""
     load_model, models = algo.load_model, {}
 
     def load(name, auto_class, *rest, **options):
@@ -139,24 +139,13 @@ def reference_moves(algo):
 
 @bug("ppo_llm")
 def no_ratio(algo):
-    """Neither ratio nor clip: the plain policy gradient, from samples that become older with every step."""
+    """No ratio and no clip: the plain policy gradient, from samples that become older with every step."""
     algo.policy_loss = lambda logprobs, old, advantages, *clips: (-advantages * logprobs, advantages > torch.inf)
-
-
-@bug("ppo_llm")
-def mean_of_means(algo):
-    """Every micro-batch is divided by its own number of tokens, and the gradients are added up."""
-    aggregate = algo.aggregate
-
-    def own(losses, mask, mode, num_tokens, num_sequences, longest):
-        return aggregate(losses, mask, mode, mask.sum().item(), mask.any(1).sum().item(), longest)
-
-    algo.aggregate = own
 
 
 @bug("grpo_llm")
 def groups_mixed(algo):
-    """Rows lie prompt by prompt, and the baseline takes them for lying round by round: a group has many prompts."""
+    """Groups are made of the answers to other prompts: rows lie prompt by prompt, not round by round."""
     group_advantages = algo.group_advantages
 
     def mixed(scores, size, estimator):
