@@ -1,4 +1,4 @@
-"""Figures of note 9 (debugging): python notes/figures_09.py
+"""Figures of chapter 9 (debugging): python notes/figures_09.py
 
 Drawn from benchmarks/results/symptoms (benchmarks/symptoms.py) and from seed 1 of the default runs.
 """
@@ -58,11 +58,7 @@ def panels(file, metrics, runs, last, log=(), outside=False):
 
 
 def reward_zero():
-    runs = {
-        "GRPO's defaults": GRPO,
-        "wrong answer column": "reward-zero",
-        "12 tokens at most (PPO)": "reward-truncated",
-    }
+    runs = {"GRPO's defaults": GRPO, "wrong answer column": "wrong-column", "12 tokens at most (PPO)": "cut-answers"}
     figure, row = plt.subplots(1, 3, figsize=(9.6, 3.2), layout="constrained")
     panel(row[0], "reward/mean", runs, 8)
     panel(row[1], "group/zero_std_frac", {label: runs[label] for label in list(runs)[:2]}, 8)
@@ -71,14 +67,9 @@ def reward_zero():
     save(figure, "reward_zero.png")
 
 
-def loss_zero():
-    runs = {"GRPO's defaults": GRPO, "one step per iteration": "loss-zero", "all scores alike": "reward-zero"}
-    panels("loss_zero.png", ["actor/loss", "actor/grad_norm", "reward/mean"], runs, 8)
-
-
-def ratio_one():
-    runs = {"PPO's defaults": PPO, "one minibatch": "ratio-one"}
-    panels("ratio_one.png", ["actor/ratio_max", "actor/approx_kl", "reward/mean"], runs, 12)
+def one_step():
+    runs = {"PPO's defaults": PPO, "one step per iteration": "one-step", "all scores alike (GRPO)": "wrong-column"}
+    panels("one_step.png", ["actor/loss", "actor/ratio_max", "actor/grad_norm", "reward/mean"], runs, 12, outside=True)
 
 
 def kl_wrong():
@@ -96,21 +87,21 @@ def kl_wrong():
 
 def exploding():
     runs = {"PPO's defaults": PPO, "--lr 3e-3": "kl-explodes"}
-    panels("exploding.png", ["actor/ratio_max", "actor/approx_kl", "actor/loss"], runs, 12, ["actor/ratio_max"])
+    metrics = ["actor/ratio_max", "actor/approx_kl", "actor/clipfrac", "actor/loss"]
+    panels("exploding.png", metrics, runs, 12, metrics[:2], outside=True)
 
 
-def critic_flat():
-    runs = {"PPO's defaults": PPO, "--critic-lr 1e-7": "critic-flat"}
-    panels("critic_flat.png", ["critic/explained_variance", "critic/loss", "reward/mean"], runs, 12)
+def critic_wrong():
+    runs = {"PPO's defaults": PPO, "--critic-lr 1e-7": "critic-frozen", "values-late": "values-late"}
+    panels("critic_wrong.png", ["critic/explained_variance", "critic/loss", "reward/mean"], runs, 12)
 
 
 def entropy():
     runs = {
         "GRPO's defaults": GRPO,
         "--lr 1e-3": "entropy-collapse",
-        "the same, --entropy-coef 0.02": "entropy-held",
         "--temperature 0.3": "entropy-low",
-        "--entropy-coef 1, top-p (PPO)": "entropy-explodes",
+        "--entropy-coef 1, top-p (PPO)": "entropy-rises",
     }
     panels(
         "entropy.png", ["actor/entropy", "eval/score_sampled", "reward/mean"], runs, 20, ["actor/entropy"], outside=True
@@ -120,7 +111,7 @@ def entropy():
 def rollout():
     """Seconds of an iteration by phase, and the peak of memory; one process."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.2), layout="constrained")
-    runs = {"defaults": "critic-flat", "--rollout-batch-size 4": "rollout-slow", "hardly any EOS": "rollout-long"}
+    runs = {"defaults": "ppo-seed-6", "--rollout-batch-size 4": "rollout-slow", "no EOS": "eos-missing"}
     phases = ["rollout", "logprobs", "values", "actor", "critic"]
     hatches, greys = ["//", "", "..", "xx", ""], ["C3", "0.85", "0.7", "0.55", "0.4"]
     for place, name in enumerate(runs.values()):
@@ -146,10 +137,9 @@ def rollout():
 
 if __name__ == "__main__":
     reward_zero()
-    loss_zero()
-    ratio_one()
+    one_step()
     kl_wrong()
     exploding()
-    critic_flat()
+    critic_wrong()
     entropy()
     rollout()
