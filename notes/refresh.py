@@ -4,8 +4,8 @@
 
 It writes the two diffs, the places of the tags `# [N.M]` under the heading of section N.M, and the excerpts of walk.md:
 below `<!-- code: START -->` the loop of ppo_llm.py from the line that begins so to the next such mark, below
-`<!-- function: NAME -->` a function of it, below `<!-- hunk NAME: KEY -->` the hunk of a diff in which KEY is; for * all
-that no mark names.
+`<!-- function: NAME -->` a function of it, below `<!-- hunk NAME: KEY -->` the hunk of a diff in which KEY is; for *
+all that no mark names.
 """
 
 import ast
