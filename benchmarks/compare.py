@@ -1,6 +1,6 @@
 """One table of several results of benchmarks/learning.py: means over the seeds, with the lowest and highest.
 
-python benchmarks/compare.py ppo grpo > benchmarks/results/comparison.md
+python benchmarks/compare.py ppo grpo dr_grpo > benchmarks/results/comparison.md
 """
 
 import argparse
@@ -26,7 +26,7 @@ COLUMNS = {  # title: (number of a run, digits)
 
 
 def make_table(results, names):
-    """Markdown; a cell is empty where a run did not measure it (no reference model, no KL)."""
+    """Markdown; a cell is empty where a run did not measure it, or has only 0 (no reference model, no KL)."""
     lines = [["", "seeds", *COLUMNS], ["---"] * (len(COLUMNS) + 2)]
     for name in names:
         runs, cells = plot.read_runs(results / name), []
@@ -35,7 +35,7 @@ def make_table(results, names):
                 values = [number(run) for run in runs]
             except IndexError:
                 values = []
-            ends = [f"{f(values):,.{digits}f}" for f in (statistics.mean, min, max)] if values else [""]
+            ends = [f"{f(values):,.{digits}f}" for f in (statistics.mean, min, max)] if any(values) else [""]
             cells.append(ends[0] if len(set(ends)) == 1 else f"{ends[0]} ({ends[1]}-{ends[2]})")
         lines.append([name, str(len(runs)), *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
