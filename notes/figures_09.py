@@ -69,18 +69,18 @@ def reward_zero():
 
 def one_step():
     runs = {"PPO's defaults": PPO, "one step per iteration": "one-step", "all scores alike (GRPO)": "wrong-column"}
-    panels("one_step.png", ["actor/loss", "actor/ratio_max", "actor/grad_norm", "reward/mean"], runs, 12, outside=True)
+    panels("one_step.png", ["actor/loss", "actor/ratio_max", "actor/grad_norm", "reward/mean"], runs, 8, outside=True)
 
 
 def kl_wrong():
     figure, row = plt.subplots(1, 3, figsize=(9.6, 3.2), layout="constrained")
-    panel(row[0], "kl/mean", {"GRPO's defaults": GRPO, "top-p, entropy bonus, no reward": "kl-negative"}, 12)
+    panel(row[0], "kl/mean", {"GRPO's defaults": GRPO, "top-p, entropy bonus, no reward": "kl-negative"}, 8)
     row[0].set_ylim(-0.008, 0.03)
     row[0].axhline(0, color="black", linewidth=0.8)
     row[0].legend(fontsize=8, loc="upper right")
     runs = {"PPO's defaults": PPO, "--lr 3e-3": "kl-explodes"}
-    panel(row[1], "kl/mean", runs, 12)
-    panel(row[2], "reward/mean", runs, 12)
+    panel(row[1], "kl/mean", runs, 8)
+    panel(row[2], "reward/mean", runs, 8)
     row[1].legend(fontsize=8)
     save(figure, "kl_wrong.png")
 
@@ -88,12 +88,12 @@ def kl_wrong():
 def exploding():
     runs = {"PPO's defaults": PPO, "--lr 3e-3": "kl-explodes"}
     metrics = ["actor/ratio_max", "actor/approx_kl", "actor/clipfrac", "actor/loss"]
-    panels("exploding.png", metrics, runs, 12, metrics[:2], outside=True)
+    panels("exploding.png", metrics, runs, 8, metrics[:2], outside=True)
 
 
 def critic_wrong():
     runs = {"PPO's defaults": PPO, "--critic-lr 1e-7": "critic-frozen", "values-late": "values-late"}
-    panels("critic_wrong.png", ["critic/explained_variance", "critic/loss", "reward/mean"], runs, 12)
+    panels("critic_wrong.png", ["critic/explained_variance", "critic/loss", "reward/mean"], runs, 8)
 
 
 def entropy():
@@ -124,7 +124,8 @@ def rollout():
     left.set_yticks(range(len(runs)), runs)
     left.invert_yaxis()
     left.set_xlabel("seconds, second iteration")
-    left.legend(fontsize=8)
+    left.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, 1))
+    left.set_xlim(0, 27)
     sizes = {"4096": "memory-rollout", "128": "memory-held"}
     peaks = [curve(name, "memory/peak_gib")[1][0] for name in sizes.values()]
     bars = right.barh(list(sizes), peaks, color=["C3", "0.6"], height=0.5)
