@@ -93,6 +93,10 @@ def code_lines(source, page):
 
     result = []
     for plain, line in zip(source.splitlines(), coloured):
+        line = line.replace('"c1"># ---------', '"c1 rule"># ---------')
+        if re.search(r"\S{38}", plain):  # where a phone may break it
+            line = re.sub(r'<span class="[op]">[.(]</span>', r"\g<0><wbr>", line)
+        line = re.sub(r'"c1">(?=# [^<]{1,22}</span>)', '"c1 whole">', line)
         line = re.sub(r'<span class="n">(\w+)</span>(?=<span class="p">\()', call, line)
         line = re.sub(r"^(<span class=\"\w+\">)?( +)", r"\1<i>\2</i>", TAG.sub(tag, line))
         result.append((len(plain) - len(plain.lstrip()), line))
@@ -152,8 +156,10 @@ def variant_page(name):
     text, patch = f"# Variant: `{name}`\n\n", (variants.FOLDER / f"{name}.patch").exists()
     for key, value in re.findall(r"(?m)^(\w+): *(.*(?:\n +.*)*)", variants.read_patch(name)[0] if patch else ""):
         lines = re.split(r"\n +", value)
-        text += f"**{key}.** {' '.join(lines)}\n\n" if key != "Run" else "```bash\n{}\n```\n\n".format("\n".join(lines))
-    return text + "[What it changes](#changes), [the whole file](#file)\n" * patch
+        text += f"**{key}.** {' '.join(lines)}\n\n" if key != "Run" else "```\n{}\n```\n\n".format("\n".join(lines))
+    if patch:
+        return f"{text}[What it changes](#changes), [the whole file](#file)\n"
+    return text + (variants.FOLDER / f"{name}.py").read_text().splitlines()[0].strip('"')
 
 
 def variant_code(name):
@@ -220,16 +226,20 @@ def pane_parts(name, walk, notes):
     base = (ROOT / "ppo_llm.py").read_text().splitlines()
     changes = SequenceMatcher(None, base, source.splitlines(), autojunk=False).get_opcodes()
     at = base.index("    for iteration in progress:")
+    of = '<p class="places">Of <a href="ppo_llm.html">ppo_llm.py</a>:</p>' * (name != "ppo_llm")
     for start, title, text in excerpts:
         at = next(i for i in range(at, len(base)) if base[i].strip().startswith(start))
         kind, a, _, b, _ = next(x for x in changes if x[1] <= at < x[2])
-        parts[b + 1 + (at - a) * (kind == "equal")] = [title, text]  # of what has gone, the next takes the place
+        parts[b + 1 + (at - a) * (kind == "equal")] = [title, of + text]  # of what has gone, the next takes the place
+    unlike = {}
     for (diff, key), sentence in sentences.items():
         if DIFFS[diff][1] == name:
             hunk = next(x for x in re.split(r"(?m)^(?=@@ )", (NOTES / f"{diff}.diff").read_text()) if key in x)
             start, context = re.match(r"@@ -\S+ \+(\d+).*\n((?: .*\n)*)", hunk).groups()
-            part = parts[max(line for line in parts if line <= int(start) + context.count("\n"))]
-            part[1] = f'<div class="differs"><a href="{diff}.html">unlike ppo_llm.py</a>{sentence}</div>{part[1]}'
+            part = max(line for line in parts if line <= int(start) + context.count("\n"))
+            unlike[part] = unlike.get(part, f'<a href="{diff}.html">Unlike ppo_llm.py:</a>') + sentence
+    for line, text in unlike.items():
+        parts[line][1] = f'<div class="differs">{text}</div>{parts[line][1]}'
     joined = []
     for line, (title, text) in sorted(parts.items()):
         if not joined or line - joined[-1][0] >= SHORT:
@@ -304,12 +314,19 @@ def write_pages(docs):
         (docs / f"variant-{name}.md").write_text(HEAD + variant_page(name))
     while missing := [path for path in pages if path.suffix == ".md" and not (docs / pages[path]).exists()]:
         for path in missing:
-            (docs / pages[path]).write_text(with_links(path.read_text(), path, pages, docs))
+            text = with_links(path.read_text(), path, pages, docs)
+            title = f"# {path.parent.name}: {path.stem}\n\n" * ("# " not in text)
+            (docs / pages[path]).write_text(title + text)
     for path in WEB.glob("*.[cj]s*"):
         shutil.copy(path, docs)
     return [
         {"Home": "index.md"},
-        {"Learn": [{re.search("(?m)^# (.*)", x.read_text())[1]: pages[x]} for x in [NOTES / "README.md", *chapters]]},
+        {
+            "Learn": [
+                {re.search("(?m)^# (.*)", x.read_text())[1].replace("`", ""): pages[x]}
+                for x in [NOTES / "README.md", *chapters]
+            ]
+        },
         {"Scripts": [{title: f"{name}.md"} for name, title in SCRIPTS.items()]},
         {"Differences": [{f"{SCRIPTS[old]} → {SCRIPTS[new]}": f"{name}.md"} for name, (old, new) in DIFFS.items()]},
         {"Variants": [{name: f"variant-{name}.md"} for name in VARIANTS]},

@@ -216,7 +216,7 @@ def test_the_pane_follows_the_loop_and_every_phase_has_its_text(browser, name):
         if phase and loop <= number <= end:
             assert shown[number - loop].count(phase[1][:3]) and len(shown[number - loop]) > 150, line
     assert min(page.evaluate("[...document.querySelectorAll('.part')].map(x => x.children.length)")) >= 6
-    assert ("unlike ppo_llm.py" in "".join(shown)) == (name == "grpo_llm.html")  # sharding leaves the loop as it is
+    assert ("Unlike ppo_llm.py" in "".join(shown)) == (name == "grpo_llm.html")  # sharding leaves the loop as it is
 
 
 def test_keyboard(browser):

@@ -36,7 +36,9 @@ if (globalThis.document) {
   function draw() {
     const values = rows.map(row => +row.value.value)
     const {deltas, advantages, returns} = gae(response.rewards, values, +gamma.value, +lam.value)
-    for (const input of document.querySelectorAll("input[type=range]")) input.nextElementSibling.value = input.value
+    for (const input of document.querySelectorAll("input[type=range]")) {
+      input.nextElementSibling.value = (+input.value).toFixed(input.step < 1 ? 2 : 0)
+    }
     rows.forEach(({cells}, t) => {
       const ratio = +step.value ? response.ratios[step.value - 1][t] : 1
       const {loss, clipped} = policyLoss(ratio, advantages[t], +clip.value)
