@@ -155,8 +155,8 @@ def variant_page(name):
     """The head of a variant as Markdown."""
     text, patch = f"# Variant: `{name}`\n\n", (variants.FOLDER / f"{name}.patch").exists()
     for key, value in re.findall(r"(?m)^(\w+): *(.*(?:\n +.*)*)", variants.read_patch(name)[0] if patch else ""):
-        lines = re.split(r"\n +", value)
-        text += f"**{key}.** {' '.join(lines)}\n\n" if key != "Run" else "```\n{}\n```\n\n".format("\n".join(lines))
+        value = re.sub(r"\n +(?!for )", " ", value)
+        text += f"**{key}.** {value}\n\n" if key != "Run" else f"```\n{value}\n```\n\n"
     if patch:
         return f"{text}[What it changes](#changes), [the whole file](#file)\n"
     return text + (variants.FOLDER / f"{name}.py").read_text().splitlines()[0].strip('"')
@@ -173,7 +173,8 @@ def variant_code(name):
         text = f'<h2 id="changes">What it changes in <code>{script}</code></h2>{changes}'
         text += f'<h2 id="file">The whole file</h2><div class="code highlight">{"".join(rows)}</div>'
     if path.exists():
-        rows = [row(x, [(page, 0)]) for x in code_lines(path.read_text(), page)]
+        identity = "" if text else ' id="L{}"'
+        rows = [row(x, [], identity=identity.format(k)) for k, x in enumerate(code_lines(path.read_text(), page), 1)]
         text += f"<h2><code>notes/variants/{name}.py</code></h2>"
         text += f'<div class="code highlight">{"".join(rows)}</div>'
     return text
@@ -207,7 +208,7 @@ def sections(source):
 
 
 def pane_parts(name, walk, notes):
-    """[(first line, titles, text)] of a script: what the pane shows while the lines from there on are read.
+    """[(first line, {title: its line}, texts)] of a script: what the pane shows while the lines from there on are read.
 
     In `main` that is the walk. What it says of an excerpt of ppo_llm.py stands beside the same lines of the other
     scripts, below what it says of the hunks there. Elsewhere it is an outline with the tags.
@@ -230,7 +231,8 @@ def pane_parts(name, walk, notes):
     for start, title, text in excerpts:
         at = next(i for i in range(at, len(base)) if base[i].strip().startswith(start))
         kind, a, _, b, _ = next(x for x in changes if x[1] <= at < x[2])
-        parts[b + 1 + (at - a) * (kind == "equal")] = [title, of + text]  # of what has gone, the next takes the place
+        if kind != "delete":  # of what is replaced, the last part takes the place
+            parts[b + 1 + (at - a) * (kind == "equal")] = [title, of + text]
     unlike = {}
     for (diff, key), sentence in sentences.items():
         if DIFFS[diff][1] == name:
@@ -243,9 +245,9 @@ def pane_parts(name, walk, notes):
     joined = []
     for line, (title, text) in sorted(parts.items()):
         if not joined or line - joined[-1][0] >= SHORT:
-            joined.append((line, [], []))
+            joined.append((line, {}, []))
         joined[-1][2].append(text if title in joined[-1][1] else f"<h2>{title}</h2>{text}")
-        joined[-1][1].append(title)
+        joined[-1][1].setdefault(title, line)
     return joined
 
 
@@ -267,8 +269,11 @@ def script_page(name, walk, notes):
         contents.children.append(AnchorLink(title, f"L{line}", 2))
         contents.children[-1].children = [AnchorLink(what, f"L{at}", 3) for at, what, _ in defined]
         if "main" in [what for _, what, _ in defined]:
-            phases = {title: at for at, titles, _ in parts for title in titles if loop <= at < after}
-            contents.children[-1].children[-1].children = [AnchorLink(x, f"L{at}", 4) for x, at in phases.items()]
+            phases = {
+                title: at for _, titles, _ in reversed(parts) for title, at in titles.items() if loop <= at < after
+            }
+            links = [AnchorLink(title, f"L{at}", 4) for title, at in sorted(phases.items(), key=lambda item: item[1])]
+            contents.children[-1].children[-1].children = links
     return (
         f"""<div class="beside" data-loop="L{loop}"><div class="code script highlight">{code}</div>
 <aside class="pane" aria-label="Notes" tabindex="-1"><div class="bar"><button class="fold"></button>

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from conftest import ROOT
+from test_project import load_script
 
 NEEDED = "mkdocs", "material", "latex2mathml", "pymdownx"
 pytestmark = pytest.mark.skipif(
@@ -191,7 +192,7 @@ def test_a_script_opens_at_its_loop_with_its_outline(browser, name):
     assert {"Mathematics", "Policy", "main", "1. Rollout", "6. Actor update", "Data and rewards"} <= set(titles)
     outline.nth(titles.index("6. Actor update")).click()
     page.wait_for_timeout(300)
-    assert page.locator(".pane h2:visible").first.text_content() == "6. Actor update"
+    assert "6. Actor update" in page.locator(".pane h2:visible").all_text_contents()
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -264,7 +265,7 @@ def test_formulas_are_drawn_and_no_code_is_cut_at_any_width(site, browser):
 
 def test_home_has_three_doors_a_curve_and_an_answer_before_and_after(site):
     text = (site[1] / "index.html").read_text()
-    doors = text[text.index('class="doors"') : text.index('id="what-you-will-see"')]
+    doors = text[text.index('class="doors"') : text.index('<h2 id="what-you-will-see"')]
     assert re.findall(r"<h2 [^>]*>(\w+)", doors) == ["Learn", "Run", "Change"]
     assert all(door.count("<a href") >= 3 for door in doors.split("<h2 ")[1:]) and "ppo.png" in text
     readme = re.sub(r"[\s>]+", " ", (ROOT / "README.md").read_text())  # the same answers
@@ -292,6 +293,7 @@ def test_variants_are_pages_with_their_whole_files(site):
         lines = re.sub(r'<a class="number".*?</a>', "", text).split('<span class="line')[1:]
         lines = [html.unescape(re.sub("<.*?>", "", x.partition(">")[2].partition("</div>")[0])) for x in lines]
         whole = patched(path.stem) if path.suffix == ".patch" else path.read_text()
+        whole = re.sub(r"# \[(\d+\.\d+)\]", r"# \1", whole)
         assert "\n".join(whole.splitlines()) in "\n".join(lines), path.name
         if path.suffix == ".patch":
             assert "<strong>Measured.</strong>" in text and 'class="line plus"' in text and 'id="changes"' in text
@@ -307,7 +309,7 @@ def sliders(browser, place, value):
 def test_the_sliders_compute_what_ppo_llm_does(browser):
     import torch
 
-    from ppo_llm import gae, policy_loss
+    ppo_llm = load_script("ppo_llm")
 
     page = browser("sliders.html")
     response = page.evaluate("response")
@@ -324,9 +326,9 @@ def test_the_sliders_compute_what_ppo_llm_does(browser):
         now = torch.tensor(
             [[float(x) for x in page.eval_on_selector_all(".numbers input", "x => x.map(y => y.value)")]]
         )
-        advantages, returns = gae(rewards, now, torch.ones_like(rewards).bool(), gamma, lam)
+        advantages, returns = ppo_llm.gae(rewards, now, torch.ones_like(rewards).bool(), gamma, lam)
         ratio = torch.tensor([response["ratios"][step - 1]])
-        losses, clipped = policy_loss(ratio.log(), torch.zeros_like(ratio), advantages, clip, clip)
+        losses, clipped = ppo_llm.policy_loss(ratio.log(), torch.zeros_like(ratio), advantages, clip, clip)
         for column, expected in {"A": advantages, "return": returns, "loss": losses}.items():
             shown = page.eval_on_selector_all(f".numbers [data-name={column}]", "x => x.map(y => +y.dataset.exact)")
             assert torch.allclose(torch.tensor([shown]), expected, atol=1e-5), (column, gamma, lam)

@@ -31,7 +31,8 @@
     show($(`.note[data-note="${tag.textContent}"]`))
   }
   function byAddress() { // a link to a line with a tag asks for its section
-    const target = document.getElementById(location.hash.slice(1))?.querySelector(".tag")
+    const line = document.getElementById(location.hash.slice(1)), target = line?.querySelector(".tag")
+    line?.scrollIntoView()
     if (target) open(target)
   }
   addEventListener("click", event => {
