@@ -30,6 +30,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "notes"))
+import variants  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results" / "speed"
 LAUNCH = "--num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
 BETA, LR = 0.001, 1e-5  # nothing is to be learned: the work should stay the same
@@ -197,10 +200,15 @@ def contenders(task, trl, trl_ppo, folder):
     loss = f"--kl-loss-coef {BETA} --kl-reward-coef 0"
     reward = f"--kl-reward-coef {BETA} --kl-loss-coef 0"
     single = task | {"prompts": task["prompts"] * task["group_size"], "group_size": 1}
+    shared = folder / "shared_prompt"
+    shared.mkdir(exist_ok=True)
+    (shared / "grpo_llm.py").write_text(variants.patched("shared_prompt"))
     result = {
         "GRPO ours": lambda: run_ours("grpo_llm", f"--estimator grpo {loss}", task, folder),
+        "GRPO ours, shared_prompt": lambda: run_ours("grpo_llm", f"--estimator grpo {loss}", task, folder, shared),
         "GRPO TRL": trl and (lambda: run_peer(trl, "GRPO", task, folder)),
         "RLOO ours": lambda: run_ours("grpo_llm", f"--estimator rloo {reward}", task, folder),
+        "RLOO ours, shared_prompt": lambda: run_ours("grpo_llm", f"--estimator rloo {reward}", task, folder, shared),
         "RLOO TRL": trl and (lambda: run_peer(trl, "RLOO", task, folder)),
         "PPO ours": lambda: run_ours("ppo_llm", f"{reward} --old-logprobs rollout", single, folder),
         "PPO ours, recompute": lambda: run_ours("ppo_llm", reward, single, folder),

@@ -32,7 +32,7 @@ def assert_same_work(lines, count, response_tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["GRPO ours", "PPO ours"])
+@pytest.mark.parametrize("name", ["GRPO ours", "GRPO ours, shared_prompt", "PPO ours"])
 def test_ours_does_the_work_it_is_asked_for(speed, task, tmp_path, name):
     lines, peak = speed.contenders(task, None, None, tmp_path)[name]()
     assert_same_work(lines, 2, 8 * 6)  # every response has the full length; the last iteration evaluates
