@@ -811,9 +811,9 @@ def main(args: Args):
         scores = scores - args.missing_eos_penalty * truncated
         clock("reward")
 
-        # Cut the batch. minibatch_rows[k]: this rank's rows in optimizer step k. minibatches[k]: the same as a list of
-        # micro-batches, each an index into (B,L). counts[k]: tokens and responses of step k on all ranks together, the
-        # denominators of its losses. Every epoch shuffles the minibatches, alike on all ranks, and never their rows.
+        # Cut the batch. minibatch_rows[k]: this rank's rows of minibatch k. minibatches[k]: the same as a list of
+        # micro-batches, each an index into (B,L). counts[k]: its tokens and responses on all ranks together, the
+        # denominators of its losses. Every epoch shuffles the order of minibatches, alike on all ranks, not their rows.
         minibatch_rows = torch.arange(len(rows)).view(num_minibatches, -1).tolist()
         minibatches = [pack(row_lengths, part, args.microbatch_tokens, device) for part in minibatch_rows]  # [3.2]
         masks = [mask[part] for part in minibatch_rows]
@@ -823,7 +823,7 @@ def main(args: Args):
         steps = [(epoch, k) for epoch, order in enumerate(orders) for k in order]  # [3.7]
 
         # 3. Log-probs of the policy that sampled and of the reference, by the same forward pass as in training; only
-        # with --old-logprobs rollout the sampler's own. corrected: phase 6 weights losses by pass over sampler.
+        # with --old-logprobs rollout the sampler's own. corrected: phase 6 weights losses by the ratio of both.
         old_logprobs = rollout_logprobs  # [6.2] (B,L)
         if args.old_logprobs != "rollout":
             old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1]
@@ -895,7 +895,7 @@ def main(args: Args):
         reference_kl = old_logprobs - ref_logprobs
         computed = mask & ~new_logprobs.isnan()  # (epochs,B,L), with the minibatch that --target-kl stopped at
         ratio = torch.where(computed, (new_logprobs - old_logprobs).exp(), 0)
-        # Sampler against training pass in the first step, before anything moved: what catches a wrong mask.
+        # Sampler against training pass in the first step, before anything moved: what catches a shift.
         first_rows, actor_steps = minibatch_rows[steps[0][1]], max(1, len(norms["policy"]))
         logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
         actor_metrics = {

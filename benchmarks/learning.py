@@ -42,14 +42,14 @@ def summarise(rows):
     explained = [row["critic/explained_variance"] for row in rows if "critic/explained_variance" in row][5:]
     summary = {
         "sampled before": evals[0]["eval/score_sampled"],
-        "sampled after (last two)": sum(row["eval/score_sampled"] for row in evals[-2:]) / 2,
+        "sampled after": evals[-1]["eval/score_sampled"],
         "greedy before": evals[0]["eval/score"],
         "greedy after": evals[-1]["eval/score"],
         "length before": evals[0]["eval/length_mean"],
         "length after": evals[-1]["eval/length_mean"],
     }
     if explained:
-        summary["explained variance"] = sum(explained) / len(explained)
+        summary["explained variance from iteration 6"] = sum(explained) / len(explained)
     summary["seconds per iteration"] = statistics.median(row["time/iteration"] for row in rows[1:])
     return summary | {"seconds": rows[-1]["time/launch_to_exit"]}
 

@@ -191,7 +191,7 @@ def token_table():
     axes.text(0, -2.2, f"score 0: {answer!r}".replace("\\\\", "\\"), fontsize=9, va="center")
     end = len(states) + 3.35
     axes.add_patch(plt.Rectangle((0, end), 3, 0.8, facecolor="white", edgecolor="black", lw=2, clip_on=False))
-    note = "the clip has taken this token's gradient     blue: above 0 (ratio: above 1)     orange: below"
+    note = "beyond the clip     blue: above 0 (ratio: above 1)     orange: below"
     axes.text(4, end + 0.42, note, fontsize=8.5, va="center")
     save(figure, "token_table")
 

@@ -11,6 +11,7 @@ all that no mark names.
 import ast
 import re
 import subprocess
+import textwrap
 from pathlib import Path
 
 NOTES = Path(__file__).resolve().parent
@@ -48,6 +49,13 @@ def links(spots, script):
     return ", ".join(f"[`{name}` {number}](../{script}.py#L{number})" for number, name in spots)
 
 
+def own_places(places):
+    """{script: spots} of a tag without those of ppo_llm_fsdp.py whose lines are the ones of ppo_llm.py."""
+    sources = {script: (ROOT / f"{script}.py").read_text().splitlines() for script in places}
+    lines = {script: [sources[script][number - 1] for number, _ in spots] for script, spots in places.items()}
+    return {x: spots for x, spots in places.items() if x != SCRIPTS[2] or lines[x] != lines.get(SCRIPTS[0])}
+
+
 def with_places(text, tags):
     """A note with the line of links under each section that has tags."""
 
@@ -55,7 +63,7 @@ def with_places(text, tags):
         heading = f"## {match[1]} {match[2]}\n"
         if match[1] not in tags:
             return heading
-        spots = [f"`{script}.py` {links(spots, script)}" for script, spots in tags[match[1]].items()]
+        spots = [f"`{script}.py` {links(spots, script)}" for script, spots in own_places(tags[match[1]]).items()]
         return f"{heading}\n*In the code: {'; '.join(spots)}*\n"
 
     return SECTION.sub(replace, text)
@@ -90,11 +98,14 @@ def loop_lines():
 
 
 def function_source(name):
-    """The source of a function of ppo_llm.py, without its docstring."""
+    """The source of a function of ppo_llm.py, without its docstring; Policy.forward is one inside of Policy."""
     source = (ROOT / "ppo_llm.py").read_text()
-    (node,) = (x for x in ast.parse(source).body if getattr(x, "name", None) == name)
+    node = ast.parse(source)
+    for part in name.split("."):
+        (node,) = (x for x in node.body if getattr(x, "name", None) == part)
     lines, body = source.splitlines(), node.body[1:] if ast.get_docstring(node) else node.body
-    return "\n".join([*lines[node.lineno - 1 : node.body[0].lineno - 1], *lines[body[0].lineno - 1 : node.end_lineno]])
+    own = [*lines[node.lineno - 1 : node.body[0].lineno - 1], *lines[body[0].lineno - 1 : node.end_lineno]]
+    return textwrap.dedent("\n".join(own))
 
 
 def hunks(name):
@@ -128,7 +139,7 @@ def with_excerpts(text):
     def function(match):
         return f"<!-- function: {match[1]} -->\n```py\n{function_source(match[1])}\n```\n"
 
-    text = re.sub(r"(?s)<!-- function: (\w+) -->\n(```py\n.*?\n```\n)?", function, text)
+    text = re.sub(r"(?s)<!-- function: ([\w.]+) -->\n(```py\n.*?\n```\n)?", function, text)
     text = re.sub(r"(?s)<!-- code: ([^\n]*) -->\n(```python\n.*?\n```\n)?", code, text)
     return re.sub(r"(?s)<!-- hunk (\w+): ([^\n]*) -->\n(```diff\n.*?\n```\n)?", hunk, text)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import make_model, make_tokenizer
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -367,6 +368,29 @@ def test_an_eos_at_the_very_end_is_no_truncation(algo, model):
         (response,) = sample(algo, model, prompts, noise(1, 12)[:, :length], [ids[n]])
         assert response.ids == ids[: n + 1][:length] and response.truncated == (length == n)
         assert len(response.logprobs) == len(response.ids)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what on a GPU makes Python wait for the device: numbers that are read, sizes that depend on values."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        by_mask = function.name() == "aten::index.Tensor" and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
+        self.count += by_mask or function.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_sampled_token_waits_for_the_device_twice(algo, model):
+    """To see whether all rows have ended, and where transformers looks for padding to make its mask."""
+    counts = []
+    for steps in 4, 12:
+        with Waits() as waits:
+            sample(algo, model, prompts_of(3, 7, 5), noise(3, steps), eos_ids=())
+        counts.append(waits.count)
+    assert counts[1] - counts[0] == 8 * 2
 
 
 def test_without_eos_ids_every_response_is_cut_off(algo, model):
