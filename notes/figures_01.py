@@ -120,7 +120,7 @@ def traced():
                 step.zero_grad()
     ratios, clips = [*ratios[1:], (policy(tokens, mask)[0] - old).exp().detach()], clips[1:]
     clips.append(ppo.policy_loss(ratios[-1].log(), torch.zeros_like(old), whitened, 0.2, 0.2)[1])
-    columns = {"old\nlog-prob": old, "reference\nlog-prob": ref, "reward\nscore $-$ KL": rewards, "$V$": values}
+    columns = {"old\nlog-prob": old, "reference\nlog-prob": ref, "score\n$-$0.001 KL": rewards, "$V$": values}
     columns |= {"$\\delta$": ppo.gae(rewards, values, mask, gamma=1.0, lam=0.0)[0], "$A$": advantages}
     columns |= {"$A$\nwhitened": whitened} | {f"$\\rho$ after\nstep {k}": x for k, x in enumerate(ratios, 1)}
     return columns, clips, mask, tokens, texts, rows, tokenizer
@@ -172,11 +172,11 @@ def token_table():
             cell(line, column, what, grey)
         for column, (name, values) in enumerate(columns.items(), 3):
             x = values[row, i].item()
-            color = signed(x, {"$A$\nwhitened": 2.5, "reward\nscore $-$ KL": 1}.get(name, 0.7))
+            color = signed(x, {"$A$\nwhitened": 2.5, "score\n$-$0.001 KL": 1}.get(name, 0.7))
             form = "{:.2f}"
             if "log-prob" in name:
                 color = tint(-x / 2.5, (0.35, 0.35, 0.35))
-            elif "reward" in name:
+            elif "score" in name:
                 form = "{:.4f}"
             elif "rho" in name:
                 color = signed(x - 1, 0.2)
@@ -231,7 +231,7 @@ def credit():
         axes[0, column].set_title(f"score {score:.0f}: {text.strip()!r}", fontsize=9)
         axes[1, column].bar(places, smeared[0], color="#a9c6e8", edgecolor="black", lw=0.6, label="GAE, lambda 0.95")
         axes[1, column].plot(places, steps[0], "kx", ms=5, label="GAE, lambda 0")
-        axes[1, column].axhline(score - values[0, 0], color="black", ls="--", lw=1.2, label="R - V of the prompt")
+        axes[1, column].axhline(score - values[0, 0], color="black", ls="--", lw=1.2, label="score - V of the prompt")
         axes[1, column].axhline(0, color="black", lw=0.6)
         axes[1, column].set_ylim(-1.05, 1.05)
         axes[1, column].set_xticks(places, [*tokens, "EOS"], fontsize=7.5, family="monospace", rotation=60)

@@ -263,6 +263,14 @@ def test_formulas_are_drawn_and_no_code_is_cut_at_any_width(site, browser):
         assert all(width > 2 and height > 2 for width, height in page.evaluate(boxes)), name
 
 
+def test_a_table_of_fifteen_columns_fits(browser):
+    page = browser("09-debugging.html")
+    boxes = """[...document.querySelectorAll("table:has(th:nth-child(12))")].map(
+        x => [x.parentElement.scrollWidth - x.parentElement.clientWidth, x.querySelector("td").clientWidth])"""
+    ((beyond, first),) = page.evaluate(boxes)
+    assert beyond <= 0 and first > 200
+
+
 def test_home_has_three_doors_a_curve_and_an_answer_before_and_after(site):
     text = (site[1] / "index.html").read_text()
     doors = text[text.index('class="doors"') : text.index('<h2 id="what-you-will-see"')]
