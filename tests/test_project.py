@@ -367,7 +367,7 @@ def test_tables_of_results_in_the_readme_are_those_of_the_committed_runs():
         load_benchmark("learning"),
         ROOT / "benchmarks" / "results",
     )
-    table = compare.make_table(results, ["ppo", "grpo", "dr_grpo"])
+    table = compare.make_table(results, ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp"])
     assert table in readme() and (results / "comparison.md").read_text().strip() == table
     for path in results.glob("*/table.md"):
         if list(path.parent.glob("seed_*.csv")):
@@ -406,10 +406,11 @@ def test_the_memory_table_of_the_notes_follows_from_its_formulas():
     notes = (ROOT / "notes" / "14-memory.md").read_text()
     # Vocabulary, hidden size, output heads of their own: the unit that is no block of layers.
     rest = {"Qwen2.5-0.5B": 151_936 * 896, "Qwen2.5-7B": 2 * 152_064 * 3584}
-    rows = re.findall(r"^\| (Qwen\S+) \| ([\d,]+) and ([\d,]+) \| (.*) \|$", notes, re.M)
+    counts = {name: counts for name, *counts in re.findall(r"^(Qwen\S+) ([\d,]+) ([\d,]+)$", notes, re.M)}
+    rows = re.findall(r"^\| (Qwen\S+) \| (.*) \|$", notes, re.M)[:2]
     assert [row[0] for row in rows] == list(rest)
-    for name, actor, critic, cells in rows:
-        actor, critic = (int(n.replace(",", "")) for n in (actor, critic))
+    for name, cells in rows:
+        actor, critic = (int(n.replace(",", "")) for n in counts[name])
         state = 16 * (actor + critic) + 4 * actor
         expected = [state, state / 2, state / 4, state / 8, 8 * rest[name], 2 * actor]
         assert cells.split(" | ") == [f"{n / 2**30:.1f}" for n in expected]
