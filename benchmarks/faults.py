@@ -8,7 +8,8 @@
 
 Two processes on CPU (`inputs`: one), the embedded model and small batches. The scripts take turns, with the fourth that
 they compose; --scripts names fewer. They are copied first, so that they can be worked on meanwhile. Results go to
-benchmarks/results/faults/; `kills` adds to what is in its kills.jsonl.
+benchmarks/results/faults/; `kills` adds to what is in its kills.jsonl; `kills 0` writes
+its table again.
 """
 
 import argparse
@@ -127,7 +128,7 @@ def kills(count, folder, scripts):
     """Moments are drawn from FIRST to the end of an undisturbed run; results are added to those of earlier calls."""
     log = RESULTS / "kills.jsonl"
     earlier = len(log.read_text().splitlines()) if log.exists() else 0
-    whole, rng = undisturbed(folder, scripts), random.Random(earlier)
+    whole, rng = undisturbed(folder, scripts if count else ()), random.Random(earlier)
     for number in range(earlier, earlier + count):
         script, victim = scripts[number % len(scripts)], ("worker", "launcher")[number // len(scripts) % 2]
         name, own = f"kill-{number}", OWN[script].split()
