@@ -8,8 +8,7 @@
 
 Two processes on CPU (`inputs`: one), the embedded model and small batches. The scripts take turns, with the fourth that
 they compose; --scripts names fewer. They are copied first, so that they can be worked on meanwhile. Results go to
-benchmarks/results/faults/; `kills` adds to what is in its kills.jsonl; `kills 0` writes
-its table again.
+benchmarks/results/faults/; `kills` adds to what is in its kills.jsonl; `kills 0` writes its table again.
 """
 
 import argparse

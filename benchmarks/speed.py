@@ -539,12 +539,17 @@ def floors(args):
 
 
 def ratios(rows, mine, peer, key="seconds"):
-    """Median over the rounds of mine/peer, None if a round lacks one."""
+    """mine/peer in every round that has both."""
     by_round = {}
     for row in rows:
         by_round.setdefault(row["round"], {})[row["name"]] = row[key]
-    both = [found[mine] / found[peer] for found in by_round.values() if mine in found and peer in found]
-    return statistics.median(both) if both else None
+    return [found[mine] / found[peer] for found in by_round.values() if mine in found and peer in found]
+
+
+def spread(found):
+    """Median of ratios and, of several, the smallest and the largest: the machine is noisy."""
+    ends = f" ({min(found):.2f}-{max(found):.2f})" if len(found) > 1 else ""
+    return f"{statistics.median(found):.2f}x{ends}" if found else ""
 
 
 def middle(rows, key):
@@ -595,10 +600,10 @@ def table(args):
         for name in dict.fromkeys(r["name"] for r in mine):
             own = [r for r in mine if r["name"] == name]
             seconds, sampling = middle(own, "seconds"), middle(own, "rollout")
-            ratio = None if name.endswith("TRL") else ratios(mine, name, f"{name.split()[0]} TRL")
+            ratio = "" if name.endswith("TRL") else spread(ratios(mine, name, f"{name.split()[0]} TRL"))
             speed, peak = statistics.median(r["tokens"] / r["seconds"] for r in own), middle(own, "peak_bytes") / 2**20
             line = [name, len(own), f"{seconds:.2f}", f"{sampling:.2f}", f"{speed:,.0f}", f"{peak:,.0f}"]
-            lines.append([*line, "" if ratio is None else f"{ratio:.2f}x"])
+            lines.append([*line, ratio])
             stacks.append((name, {"rollout": sampling, "the rest": seconds - sampling}))
         head = ["", "rounds", "iteration, s", "of it rollout", "tokens/s", "peak memory, MiB", "against TRL"]
         text += [f"## Iterations: {title}", "", f"{work} per iteration.", "", *markdown(head, lines)]
@@ -610,10 +615,8 @@ def table(args):
         lines = []
         for name in dict.fromkeys(r["name"] for r in mine):
             own = [r for r in mine if r["name"] == name]
-            ratio = ratios(mine, name, "generate")
-            lines.append(
-                [name, len(own), f"{middle(own, 'seconds'):.2f}", f"{middle(own, 'tokens'):,.0f}", f"{ratio:.2f}x"]
-            )
+            ratio = spread(ratios(mine, name, "generate"))
+            lines.append([name, len(own), f"{middle(own, 'seconds'):.2f}", f"{middle(own, 'tokens'):,.0f}", ratio])
         lines += [[name, 0, "does not run", "", why] for name, why in failed.items()]
         title = f"## Rollout: {size}, {'groups of ' + str(group_size) if group_size > 1 else 'single responses'}"
         text += [title, "", *markdown(["", "rounds", "seconds", "response tokens", "against generate"], lines)]
@@ -637,7 +640,7 @@ def table(args):
             both = [{**r, "name": str(r["processes"])} for r in one + two]
             share = statistics.median(r["share"] for r in of["communication"] if r["name"] == name)
             numbers = [f"{middle(own, 'seconds'):.2f}" for own in (one, two)]
-            lines.append([name, len(two), *numbers, f"{ratios(both, '1', '2'):.2f}x", f"{share:.0%}"])
+            lines.append([name, len(two), *numbers, spread(ratios(both, "1", "2")), f"{share:.0%}"])
         head = ["", "rounds", "one process, s", "two, s", "as fast", "of the time of two in collectives"]
         text += ["## Two processes against one, the same global batch", "", *markdown(head, lines)]
     if "batch" in of:
@@ -661,8 +664,8 @@ def table(args):
             own = [r for r in of["ablation"] if r["name"] == name]
             parts = {key[5:]: middle(own, key) for key in own[0] if key.startswith("time/")}
             times = [f"{parts[key]:.2f}" for key in ("rollout", "logprobs", "actor")]
-            ratio = ratios(of["ablation"], name, "as it is")
-            lines.append([name, len(own), f"{middle(own, 'seconds'):.2f}", *times, f"{ratio:.2f}x"])
+            ratio = spread(ratios(of["ablation"], name, "as it is"))
+            lines.append([name, len(own), f"{middle(own, 'seconds'):.2f}", *times, ratio])
             stacks.append((name, parts))
         head = ["grpo_llm.py", "rounds", "iteration, s", "rollout", "log-probs", "update", "against as it is"]
         text += ["## What each thing buys", "", *markdown(head, lines)]

@@ -9,6 +9,7 @@ all that no mark names.
 """
 
 import ast
+import functools
 import re
 import subprocess
 import textwrap
@@ -49,10 +50,24 @@ def links(spots, script):
     return ", ".join(f"[`{name}` {number}](../{script}.py#L{number})" for number, name in spots)
 
 
+@functools.cache
+def bodies(script):
+    """{number of the line on which a function or class begins: its source}"""
+    source = (ROOT / f"{script}.py").read_text()
+    lines, nodes = source.splitlines(), ast.walk(ast.parse(source))
+    return {
+        x.lineno: lines[x.lineno - 1 : x.end_lineno] for x in nodes if isinstance(x, ast.FunctionDef | ast.ClassDef)
+    }
+
+
 def own_places(places):
-    """{script: spots} of a tag without those of ppo_llm_fsdp.py whose lines are the ones of ppo_llm.py."""
-    sources = {script: (ROOT / f"{script}.py").read_text().splitlines() for script in places}
-    lines = {script: [sources[script][number - 1] for number, _ in spots] for script, spots in places.items()}
+    """{script: spots} of a tag without those of ppo_llm_fsdp.py whose lines are the ones of ppo_llm.py, and the bodies
+    of the functions that begin there."""
+
+    def said(script, number):
+        return bodies(script).get(number) or (ROOT / f"{script}.py").read_text().splitlines()[number - 1]
+
+    lines = {script: [said(script, number) for number, _ in spots] for script, spots in places.items()}
     return {x: spots for x, spots in places.items() if x != SCRIPTS[2] or lines[x] != lines.get(SCRIPTS[0])}
 
 

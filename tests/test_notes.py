@@ -79,11 +79,15 @@ def test_tags_lead_to_sections_and_back():
     for script in CEILINGS:  # nothing else looks like a tag, and no tag has lost its brackets
         text = (ROOT / f"{script}.py").read_text()
         assert len(re.findall(r"#.*\[\d+\.\d+\]", text)) == len(refresh["places"](script))
+    lines = {script: (ROOT / f"{script}.py").read_text().splitlines() for script in CEILINGS}
     for path in NOTES:  # every place that a note gives is that of a tag of that section, and the line is still there
         for number, _, places in refresh["SECTION"].findall(path.read_text()):
             shown = {(s, int(line)) for s, line in re.findall(r"\.\./(\w+)\.py#L(\d+)", places)}
-            places = refresh["own_places"](tags.get(number, {}))
-            assert shown == {(s, line) for s, spots in places.items() for line, _ in spots}
+            tagged = {(s, line) for s, spots in tags.get(number, {}).items() for line, _ in spots}
+            assert shown <= tagged
+            for script, line in tagged - shown:  # left out: in the sharded script alone, what ppo_llm.py has, too
+                assert script == "ppo_llm_fsdp"
+                assert lines["ppo_llm_fsdp"][line - 1] in [lines["ppo_llm"][k - 1] for s, k in shown if s == "ppo_llm"]
 
 
 def test_what_is_generated_from_the_scripts_is_up_to_date():
@@ -95,10 +99,11 @@ def test_what_is_generated_from_the_scripts_is_up_to_date():
 
 def test_the_differences_between_scripts_make_the_one_of_the_other(tmp_path):
     refresh = load_refresh()
+    contents = refresh["contents"]()
     for name, (old, new) in refresh["DIFFS"].items():
         script = tmp_path / f"{old}.py"
         script.write_text((ROOT / f"{old}.py").read_text())
-        text = refresh["contents"]()[ROOT / "notes" / f"{name}.diff"].replace(f"b/{new}.py", f"b/{old}.py")
+        text = contents[ROOT / "notes" / f"{name}.diff"].replace(f"b/{new}.py", f"b/{old}.py")
         subprocess.run(["git", "apply"], input=text, text=True, cwd=tmp_path, check=True)
         assert script.read_text() == (ROOT / f"{new}.py").read_text()
 
@@ -166,7 +171,7 @@ def test_commands_of_the_notes_are_legal():
                 else:
                     continue
                 found += 1
-    assert found >= 18
+    assert found >= 20
 
 
 def test_commands_of_the_symptoms_are_those_that_were_run():

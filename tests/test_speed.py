@@ -91,7 +91,7 @@ def test_the_table_has_medians_of_ratios(speed, tmp_path, capsys):
     speed.record("floors", name="copy", per_second=3e9)
     speed.table(None)
     text = (tmp_path / "results" / "README.md").read_text()
-    assert "| GRPO ours | 3 | 2.00 | 0.50 | 50 | 1 | 0.50x |" in text
+    assert "| GRPO ours | 3 | 2.00 | 0.50 | 50 | 1 | 0.50x (0.25-0.75) |" in text
     assert "| ours | 1 | 1.00 | 9 | 0.25x |" in text and "no GPU" in text and "0.25x of the" in text
     assert "| ppo_llm | 1 | 8.00 | 5.00 | 1.60x | 12% |" in text and "| 512 | 2.00 | 2 | 1,024 |" in text
     assert "| finished rows stay | 1 | 1.50 | 0.50 | 0.25 | 0.20 | 1.50x |" in text and "| copy | 3.0 |" in text
