@@ -1,6 +1,7 @@
 """What a run survives, at length: kills, a slow process, long runs. tests/test_resume.py has each at small size.
 
     python benchmarks/faults.py kills 50         kill -9 at random moments, then --resume auto: the same weights?
+    python benchmarks/faults.py signals 8        SIGTERM at random moments on a machine that is busy, then --resume auto
     python benchmarks/faults.py delays 8         one process 20 seconds late at random points: the same weights?
     python benchmarks/faults.py soak 2000        2,000 iterations with everything on: memory, speed, file handles
     python benchmarks/faults.py disk 12          the disk is full at some moment, then larger; or read-only (as root)
@@ -184,6 +185,42 @@ def kills(count, folder, scripts):
     print(text)
 
 
+def signals(count, folder, scripts):
+    """SIGTERM to the launcher, as a scheduler sends it, beside four processes that compute for nothing."""
+    whole, rng, lines = undisturbed(folder, scripts), random.Random(1), []
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    for number in range(count):
+        script = scripts[number % len(scripts)]
+        name, own = f"signal-{number}", [*OWN[script].split(), "--save-every", "0"]  # what is saved is saved for this
+        run_dir, after = folder / name, rng.randint(1, 8)
+        launcher = start(folder / f"{script}.py", folder, name, *own)
+        while not (run_dir / "metrics.jsonl").exists() or len((run_dir / "metrics.jsonl").open().readlines()) <= after:
+            assert launcher.poll() is None, (folder / f"{name}.txt").read_text()[-3000:]
+            time.sleep(0.1)
+        time.sleep(rng.uniform(0, 2))
+        launcher.send_signal(signal.SIGTERM)
+        begin = time.monotonic()
+        code = launcher.wait(300)
+        seconds = time.monotonic() - begin
+        kept = [path.name for path in (run_dir / "checkpoints").glob("step_*")]
+        done = len((run_dir / "metrics.jsonl").read_text().splitlines()) - 1  # the first line is from before
+        resumed = start(folder / f"{script}.py", folder, name, "--resume", "auto", *own[:-2]).wait(600)
+        same = resumed == 0 and outcome(run_dir) == whole[script][0]
+        lines.append([f"{script}.py", str(code), f"{seconds:.1f}", str(done), ", ".join(kept), "yes" if same else "NO"])
+        print(lines[-1], flush=True)
+    for process in busy:
+        process.kill()
+    text = (
+        f"`python benchmarks/faults.py signals {count}`: SIGTERM to the launcher of two processes, while four others "
+    )
+    text += "keep the machine busy; `--save-every 0`, so that there is no checkpoint but the one that the signal asks "
+    text += "for; then `--resume auto`. 'Same': weights and metrics of the undisturbed run, to the bit.\n\n"
+    text += "| script | exit code | seconds to the end | iterations done | checkpoint | same |\n"
+    text += "| --- | --- | --- | --- | --- | --- |\n" + "".join(f"| {' | '.join(x)} |\n" for x in lines)
+    (RESULTS / "signals.md").write_text(text)
+    print(text)
+
+
 def delays(count, folder, scripts):
     whole, results = undisturbed(folder, scripts), []
     for number in range(count):
@@ -259,10 +296,8 @@ def disk(count, folder, scripts):
 
     for number in range(count):
         script = scripts[number % len(scripts)]
-        name, needed = (
-            f"full-{number}",
-            sum(f.stat().st_size for f in (folder / f"{script}-whole").rglob("*") if f.is_file()),
-        )
+        name, files = f"full-{number}", (folder / f"{script}-whole").rglob("*")
+        needed = sum(file.stat().st_size for file in files if file.is_file())
         megabytes = rng.uniform(0.1, 1.2) * needed / 2**20
         mount(f"size={megabytes:.2f}m")
         code, cause = run(script, name)
@@ -275,13 +310,10 @@ def disk(count, folder, scripts):
         lines.append([script, f"{megabytes:.0f} of {needed / 2**20:.0f} MiB", "ended" if code else "was done"])
         lines[-1] += [cause if code else "", str(steps), ", ".join(kept), "yes" if same else "NO"]
         print(lines[-1], flush=True)
-    text = (
-        f"`python benchmarks/faults.py disk {count}`: two processes, a checkpoint every iteration, two kept; the disk "
-    )
-    text += "is full, the run ends; on a larger disk `--resume auto` goes on. 'Same': weights and metrics of the "
-    text += (
-        "undisturbed run, to the bit.\n\n| script | disk | run | it said | lines of metrics | checkpoints | same |\n"
-    )
+    text = f"`python benchmarks/faults.py disk {count}`: two processes, a checkpoint every iteration, two kept; the "
+    text += "disk is full, the run ends; on a larger disk `--resume auto` goes on. 'Same': weights and metrics of the "
+    text += "undisturbed run, to the bit.\n\n"
+    text += "| script | disk | run | it said | lines of metrics | checkpoints | same |\n"
     text += "| --- | --- | --- | --- | --- | --- | --- |\n" + "".join(f"| {' | '.join(x)} |\n" for x in lines)
     mount("size=1g,ro")
     text += "\nOn a disk that is read-only:\n\n"
@@ -581,11 +613,8 @@ def inputs(count, folder, scripts):
         shutil.rmtree(case)
     text = f"`python benchmarks/faults.py inputs {count}`: what users get wrong, and how a run of one process says so "
     text += f"(its last line). {found['named']} of {len(lines)} ended and named the cause; {found['ran']} ran, as "
-    text += (
-        "they should; none hung or trained on what it should not.\n\n"
-        if sum(found.values()) == (found["named"] + found["ran"])
-        else f"they should; **{dict(found)}**.\n\n"
-    )
+    all_well = len(lines) == found["named"] + found["ran"]
+    text += f"they should; {'none hung or trained on what it should not' if all_well else f'**{dict(found)}**'}.\n\n"
     text += "| input | script | verdict | last line |\n| --- | --- | --- | --- |\n" + "\n".join(lines) + "\n"
     (RESULTS / "inputs.md").write_text(text)
     print(text[: text.index("| input")])
@@ -593,7 +622,7 @@ def inputs(count, folder, scripts):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kills", "delays", "soak", "disk", "inputs"])
+    parser.add_argument("what", choices=["kills", "signals", "delays", "soak", "disk", "inputs"])
     parser.add_argument("count", type=int)
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
     options = parser.parse_args()
@@ -603,5 +632,5 @@ if __name__ == "__main__":
         copy_scripts(place)
         test = (ROOT / "benchmarks" / "tiny" / "test.jsonl").read_text().splitlines(keepends=True)[:16]
         (place / "test.jsonl").write_text("".join(test))
-        campaigns = {"kills": kills, "delays": delays, "soak": soak, "disk": disk, "inputs": inputs}
+        campaigns = {"kills": kills, "signals": signals, "delays": delays, "soak": soak, "disk": disk, "inputs": inputs}
         campaigns[options.what](options.count, place, options.scripts)

@@ -10,7 +10,7 @@ from ranks import bare, run_ranks, train
 # Every term of both losses, both clips, several steps. With plain SGD: AdamW turns rounding into steps.
 FLAGS = {"track": "none", "lr": 0.05, "critic_lr": 0.05, "batch_size": 8, "minibatch_size": 4, "microbatch_tokens": 40}
 FLAGS |= {"ppo_epochs": 2, "entropy_coef": 0.01, "kl_loss_coef": 0.1, "kl_reward_coef": 0.05, "value_clip": 0.2}
-FLAGS |= {"dual_clip": 3.0, "max_response_length": 10, "total_iterations": 5, "save_every": 0, "eval_every": 5}
+FLAGS |= {"dual_clip": 3.0, "max_response_length": 10, "total_iterations": 3, "save_every": 0, "eval_every": 3}
 FIXED = {"eval_rows": 0, "top_k": 44}  # the vocabulary: fixed responses have no log-probs that could be compared
 ADAM = {"lr": 1e-3, "critic_lr": 1e-3, "eval_rows": 1}  # a row to evaluate that not every rank has
 # Of a run: (flags, options).
@@ -112,7 +112,7 @@ def test_ppo_by_two(ppo, ppo_by_two, name):
     compare(ppo_by_two[name], ppo[name], 1e-5)
     compare_gradients(ppo_by_two[name], ppo[name], 1e-5)
     alike(ppo_by_two[name])
-    start, end = ppo[name][0]["gradients"][0], ppo[name][0]["gradients"][32]
+    start, end = ppo[name][0]["gradients"][0], ppo[name][0]["gradients"][16]
     assert (start - end).abs().max() > 1e-3  # the policy's, of the first iteration and the last
     counts = [rank["sizes"] for rank in ppo_by_two[name]]
     assert any(len(a) != len(b) for a, b in zip(*counts))  # ranks had different numbers of micro-batches
@@ -199,34 +199,32 @@ def test_ranks_cut_equally_many_micro_batches(sharded_by_two):
 
 # --------------------------------------------------------------------------------------------------------- composed
 
-
-FEW = {"total_iterations": 3}
 TRUE = {"lr": 1e-3, "eval_rows": 5}  # AdamW, real sampling
 
 
 @pytest.fixture(scope="module")
 def composed(runs):
-    return runs("grpo_llm_fsdp", 2, {"sgd": (FIXED | FEW, SGD_FIXED[1]), "sampled": (TRUE | FEW, {})})
+    return runs("grpo_llm_fsdp", 2, {"sgd": (FIXED, SGD_FIXED[1]), "sampled": (TRUE, {})})
 
 
 @pytest.fixture(scope="module")
 def composed_otherwise(runs):
-    return runs("grpo_llm_fsdp", 2, {"all": (TRUE | FEW | ALL | {"rollout_params": "sharded"}, {})})
+    return runs("grpo_llm_fsdp", 2, {"all": (TRUE | ALL | {"rollout_params": "sharded"}, {})})
 
 
 def check_composed(found, expected):
     ours, theirs = (untimed(ranks[0]["metrics"]) for ranks in (found, expected))
     assert len(ours) == 4
-    for a, b in zip(ours, theirs):  # evaluated at the end, which for the other came later
-        assert a.keys() - {m for m in a if m.startswith("eval/")} == b.keys() - {m for m in b if m.startswith("eval/")}
-        for metric in a.keys() & b.keys() - {"step", "rollout/logprob_diff"}:
+    for a, b in zip(ours, theirs):
+        assert a.keys() == b.keys()
+        for metric in a.keys() - {"step", "rollout/logprob_diff"}:
             assert a[metric] == pytest.approx(b[metric], rel=1e-3, abs=1e-5), (a["step"], metric)
         assert abs(a.get("rollout/logprob_diff", 0) - b.get("rollout/logprob_diff", 0)) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["sgd", "sampled"])
 def test_composed_is_grpo(composed, grpo, name):
-    """Three iterations of the merged script, on two ranks: the metrics of grpo_llm.py."""
+    """The merged script on two ranks: the metrics of grpo_llm.py."""
     check_composed(composed[name], grpo[name])
 
 

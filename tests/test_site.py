@@ -251,6 +251,7 @@ CUT = """() => [...document.querySelectorAll(".md-content :is(pre, pre > code, .
     .map(x => x.textContent.slice(0, 80))"""
 
 
+@pytest.mark.slow
 def test_formulas_are_drawn_and_no_code_is_cut_at_any_width(site, browser):
     for name in site[0]:
         page = browser(name)
