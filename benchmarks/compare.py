@@ -16,21 +16,20 @@ def last(metric):
     return lambda run: [row[metric] for row in run if metric in row][-1]
 
 
-COLUMNS = {  # title: (number of a run, digits)
-    "greedy after": (last("eval/score"), 3),
-    "sampled at iteration 10": (lambda run: next(row["eval/score_sampled"] for row in run if row["step"] == 10), 3),
-    "sampled after": (last("eval/score_sampled"), 3),
-    "KL per token after": (last("kl/mean"), 3),
-    "responses sampled": (last("responses"), 0),
-}
+def sampled_at(step):
+    return lambda run: next(row["eval/score_sampled"] for row in run if row["step"] == step)
 
 
-def make_table(results, names):
+def make_table(results, names, at=(10,)):
     """Markdown; a cell is empty where a run did not measure it, or has only 0 (no reference model, no KL)."""
-    lines = [["", "seeds", *COLUMNS], ["---"] * (len(COLUMNS) + 2)]
+    columns = {"greedy after": (last("eval/score"), 3)}  # title: (number of a run, digits)
+    columns |= {f"sampled at iteration {step}": (sampled_at(step), 3) for step in at}
+    columns |= {"sampled after": (last("eval/score_sampled"), 3), "KL per token after": (last("kl/mean"), 3)}
+    columns |= {"responses sampled": (last("responses"), 0)}
+    lines = [["", "seeds", *columns], ["---"] * (len(columns) + 2)]
     for name in names:
         runs, cells = plot.read_runs(results / name), []
-        for number, digits in COLUMNS.values():
+        for number, digits in columns.values():
             try:
                 values = [number(run) for run in runs]
             except IndexError:
@@ -45,5 +44,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", help="folders under benchmarks/results/")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--at", type=int, nargs="+", default=[10], help="iterations whose evaluation is shown, too")
     args = parser.parse_args()
-    print(make_table(args.results, args.names))
+    print(make_table(args.results, args.names, args.at))

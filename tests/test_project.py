@@ -549,3 +549,8 @@ def test_comparison_of_results(tmp_path):
     assert one == "| one | 1 | 0.100 | 0.110 | 0.120 | 0.500 | 28,160 |"
     cells = "0.150 (0.100-0.200) | 0.115 (0.110-0.120) | 0.125 (0.120-0.130) |  | 28,160"
     assert two == f"| two | 2 | {cells} |"
+    head, _, one = compare.make_table(tmp_path, ["one"], at=[10, 11]).splitlines()
+    assert (
+        head.count("sampled at iteration") == 2
+        and one == "| one | 1 | 0.100 | 0.110 | 0.120 | 0.120 | 0.500 | 28,160 |"
+    )
