@@ -186,9 +186,9 @@ def kills(count, folder, scripts):
 
 
 def signals(count, folder, scripts):
-    """SIGTERM to the launcher, as a scheduler sends it, beside four processes that compute for nothing."""
+    """SIGTERM to the launcher, as a scheduler sends it, beside two processes that compute for nothing."""
     whole, rng, lines = undisturbed(folder, scripts), random.Random(1), []
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     for number in range(count):
         script = scripts[number % len(scripts)]
         name, own = f"signal-{number}", [*OWN[script].split(), "--save-every", "0"]  # what is saved is saved for this
@@ -210,9 +210,7 @@ def signals(count, folder, scripts):
         print(lines[-1], flush=True)
     for process in busy:
         process.kill()
-    text = (
-        f"`python benchmarks/faults.py signals {count}`: SIGTERM to the launcher of two processes, while four others "
-    )
+    text = f"`python benchmarks/faults.py signals {count}`: SIGTERM to the launcher of two processes, while two others "
     text += "keep the machine busy; `--save-every 0`, so that there is no checkpoint but the one that the signal asks "
     text += "for; then `--resume auto`. 'Same': weights and metrics of the undisturbed run, to the bit.\n\n"
     text += "| script | exit code | seconds to the end | iterations done | checkpoint | same |\n"

@@ -528,7 +528,7 @@ def floors(args):
             begin = time.perf_counter()
             run()
             times.append(time.perf_counter() - begin)
-        return work / statistics.median(times)
+        return work / min(times)  # a floor: what a core does when nothing disturbs it
 
     for n, k, m in ((2048, 128, 352), (2048, 320, 960), (2048, 896, 4864)):
         a, b = torch.randn(n, k), torch.randn(k, m)
@@ -583,12 +583,10 @@ def bars(path, title, lines):
 def table(args):
     rows = read_lines(RESULTS / "measured.jsonl")
     of = {what: [row for row in rows if row["what"] == what] for what in dict.fromkeys(row["what"] for row in rows)}
-    text = [
-        "# Speed",
-        "",
-        f"Machine: {rows[-1]['machine']}, OMP_NUM_THREADS=1. Medians, made by benchmarks/speed.py.",
-        "",
-    ]
+    text = ["# Speed", "", "Medians, made by benchmarks/speed.py, with OMP_NUM_THREADS=1.", ""]
+    for machine in dict.fromkeys(row["machine"] for row in rows):
+        text += [f"- {machine}: {', '.join(what for what in of if any(r['machine'] == machine for r in of[what]))}"]
+    text += [""]
     settings = dict.fromkeys((r["size"], r["processes"], r["forced"]) for r in of.get("iteration", []))
     for size, processes, forced in settings:
         mine = [r for r in of["iteration"] if (r["size"], r["processes"], r["forced"]) == (size, processes, forced)]

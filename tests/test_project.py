@@ -367,7 +367,7 @@ def test_tables_of_results_in_the_readme_are_those_of_the_committed_runs():
         load_benchmark("learning"),
         ROOT / "benchmarks" / "results",
     )
-    table = compare.make_table(results, ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp"])
+    table = compare.make_table(results, ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "grpo-lora"])
     assert table in readme() and (results / "comparison.md").read_text().strip() == table
     for path in results.glob("*/table.md"):
         if list(path.parent.glob("seed_*.csv")):
