@@ -369,7 +369,9 @@ def test_tables_of_results_in_the_readme_are_those_of_the_committed_runs():
     )
     table = compare.make_table(results, ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "grpo-lora"])
     assert table in readme() and (results / "comparison.md").read_text().strip() == table
-    for path in results.glob("*/table.md"):
+    hard = compare.make_table(results / "hard", ["grpo", "dr_grpo", "rloo"], [10, 20, 40])
+    assert hard in (results / "hard" / "README.md").read_text()
+    for path in [*results.glob("*/table.md"), *results.glob("hard/*/table.md")]:
         if list(path.parent.glob("seed_*.csv")):
             assert path.read_text().endswith(f"\n\n{learning.make_table(path.parent)}\n"), path.parent.name
     means = [
