@@ -188,7 +188,8 @@ def kills(count, folder, scripts):
 def signals(count, folder, scripts):
     """SIGTERM to the launcher, as a scheduler sends it, beside two processes that compute for nothing."""
     whole, rng, lines = undisturbed(folder, scripts), random.Random(1), []
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    spin = f"import os\nwhile os.getppid() == {os.getpid()}: pass"  # until this process has gone
+    busy = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
     for number in range(count):
         script = scripts[number % len(scripts)]
         name, own = f"signal-{number}", [*OWN[script].split(), "--save-every", "0"]  # what is saved is saved for this

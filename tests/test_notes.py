@@ -1,6 +1,7 @@
 """The notes: their blocks run, their tags, links, names and flags exist, their figures come from their scripts."""
 
 import doctest
+import itertools
 import os
 import re
 import runpy
@@ -71,6 +72,12 @@ def test_blocks_that_are_sessions_are_all_run():
             assert "+SKIP" not in block
 
 
+def block(lines, number):
+    """A line and the deeper ones below it: a statement or a whole function."""
+    deeper = re.compile(rf"\s{{{len(lines[number - 1]) - len(lines[number - 1].lstrip()) + 1}}}|$")
+    return [lines[number - 1], *itertools.takewhile(deeper.match, lines[number:])]
+
+
 def test_tags_lead_to_sections_and_back():
     refresh = load_refresh()
     tags, titles = refresh["by_tag"](), refresh["titles"]()
@@ -87,7 +94,8 @@ def test_tags_lead_to_sections_and_back():
             assert shown <= tagged
             for script, line in tagged - shown:  # left out: in the sharded script alone, what ppo_llm.py has, too
                 assert script == "ppo_llm_fsdp"
-                assert lines["ppo_llm_fsdp"][line - 1] in [lines["ppo_llm"][k - 1] for s, k in shown if s == "ppo_llm"]
+                others = [block(lines["ppo_llm"], k) for s, k in shown if s == "ppo_llm"]
+                assert block(lines["ppo_llm_fsdp"], line) in others
 
 
 def test_what_is_generated_from_the_scripts_is_up_to_date():
