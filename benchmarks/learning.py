@@ -6,17 +6,19 @@
 Each seed is one launch of one process with one thread; the results do not depend on the number of processes, but for
 rounding. The sharded scripts need two: --processes 2 --jobs 1. In benchmarks/results/NAME/ it writes seed_K.csv
 (metrics, one row per iteration, four significant digits), unless it is there, and table.md with a line for every seed
-there. Draw them with benchmarks/plot.py. Times are those of a machine that does other things, too.
+there. Draw them with benchmarks/plot.py. Times are those of a machine that does other things, too. Interrupted, it goes
+on from checkpoints when started again, if script and flags are still the same (the seconds are then of the rest).
 """
 
 import argparse
 import csv
+import hashlib
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +26,7 @@ from pathlib import Path
 import plot
 
 ROOT = Path(__file__).resolve().parent.parent
+RUNS = ROOT / "runs" / "learning"
 LAUNCH = "--num_machines 1 --mixed_precision no --dynamo_backend no"
 
 
@@ -85,14 +88,17 @@ def main():
         target = folder / f"seed_{seed}.csv"
         if target.exists():
             return
-        with tempfile.TemporaryDirectory() as runs:
-            command = [str(accelerate), "launch", *shlex.split(f"{parallel} {LAUNCH}"), "--main_process_port", "0"]
-            command += [str(ROOT / args.script), "--seed", str(seed), "--output-dir", runs, "--run-name", "run"]
-            start = time.time()
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
-            subprocess.run([*command, *shlex.split(args.flags)], check=True, env=env, stdout=subprocess.DEVNULL)
-            seconds = time.time() - start
-            rows = plot.read_run(Path(runs) / "run")
+        version = hashlib.sha256((ROOT / args.script).read_bytes() + args.flags.encode()).hexdigest()[:8]
+        run_dir = RUNS / f"{args.name.replace('/', '-')}-{version}-{seed}"
+        command = [str(accelerate), "launch", *shlex.split(f"{parallel} {LAUNCH}"), "--main_process_port", "0"]
+        command += [str(ROOT / args.script), "--seed", str(seed), "--output-dir", str(RUNS), "--run-name", run_dir.name]
+        command += ["--resume", "auto", "--save-every", "5"]
+        start = time.time()
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run([*command, *shlex.split(args.flags)], check=True, env=env, stdout=subprocess.DEVNULL)
+        seconds = time.time() - start
+        rows = plot.read_run(run_dir)
+        shutil.rmtree(run_dir)
         rows[-1]["time/launch_to_exit"] = seconds
         write_compact(rows, target)
         print(f"seed {seed}: " + ", ".join(f"{k} {v:.3f}" for k, v in summarise(rows).items()), flush=True)

@@ -367,13 +367,19 @@ def test_tables_of_results_in_the_readme_are_those_of_the_committed_runs():
         load_benchmark("learning"),
         ROOT / "benchmarks" / "results",
     )
-    table = compare.make_table(results, ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "grpo-lora"])
+    names = "ppo grpo dr_grpo rloo reinforce_pp grpo-lora ppo-fsdp grpo-fsdp".split()
+    table = compare.make_table(results, names)
     assert table in readme() and (results / "comparison.md").read_text().strip() == table
-    hard = compare.make_table(results / "hard", ["grpo", "dr_grpo", "rloo"], [10, 20, 40])
+    hard = compare.make_table(results / "hard", ["grpo", "dr_grpo", "rloo", "ppo"], [10, 20, 40])
     assert hard in (results / "hard" / "README.md").read_text()
     for path in [*results.glob("*/table.md"), *results.glob("hard/*/table.md")]:
         if list(path.parent.glob("seed_*.csv")):
             assert path.read_text().endswith(f"\n\n{learning.make_table(path.parent)}\n"), path.parent.name
+    for name, most in ("ppo", 0), ("grpo", 0.004):  # sharded or not, the same course
+        for plain, sharded in zip(*(compare.plot.read_runs(results / x)[:3] for x in (name, f"{name}-fsdp"))):
+            for metric in "eval/score", "eval/score_sampled":
+                pairs = [(x[metric], y[metric]) for x, y in zip(plain, sharded, strict=True) if metric in x]
+                assert len(pairs) == 5 and max(abs(x - y) for x, y in pairs) < most + 1e-6
     means = [
         statistics.mean(learning.summarise(run)[name] for run in compare.plot.read_runs(results / "ppo"))
         for name in ("sampled before", "sampled after", "greedy before", "greedy after")
