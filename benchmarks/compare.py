@@ -1,6 +1,7 @@
 """One table of several results of benchmarks/learning.py: means over the seeds, with the lowest and highest.
 
-python benchmarks/compare.py ppo grpo dr_grpo rloo reinforce_pp grpo-lora ppo-fsdp grpo-fsdp > benchmarks/results/comparison.md
+    python benchmarks/compare.py ppo grpo dr_grpo rloo reinforce_pp grpo-lora ppo-fsdp grpo-fsdp \\
+        > benchmarks/results/comparison.md
 """
 
 import argparse

@@ -298,7 +298,7 @@ def disk(count, folder, scripts):
         name, files = f"full-{number}", (folder / f"{script}-whole").rglob("*")
         needed = sum(file.stat().st_size for file in files if file.is_file())
         megabytes = rng.uniform(0.1, 1.2) * needed / 2**20
-        mount(f"size={megabytes:.2f}m")
+        mount(f"size={megabytes * 1024:.0f}k")  # whole numbers only
         code, cause = run(script, name)
         steps = len((place / name / "metrics.jsonl").read_text().splitlines()) - 1
         kept = sorted(path.name for path in (place / name / "checkpoints").glob("step_*"))

@@ -367,7 +367,7 @@ def test_tables_of_results_in_the_readme_are_those_of_the_committed_runs():
         load_benchmark("learning"),
         ROOT / "benchmarks" / "results",
     )
-    names = "ppo grpo dr_grpo rloo reinforce_pp grpo-lora ppo-fsdp grpo-fsdp".split()
+    names = ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "grpo-lora", "ppo-fsdp", "grpo-fsdp"]
     table = compare.make_table(results, names)
     assert table in readme() and (results / "comparison.md").read_text().strip() == table
     hard = compare.make_table(results / "hard", ["grpo", "dr_grpo", "rloo", "ppo"], [10, 20, 40])
