@@ -370,7 +370,7 @@ def test_tables_of_results_in_the_readme_are_those_of_the_committed_runs():
     names = ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "grpo-lora", "ppo-fsdp", "grpo-fsdp"]
     table = compare.make_table(results, names)
     assert table in readme() and (results / "comparison.md").read_text().strip() == table
-    hard = compare.make_table(results / "hard", ["grpo", "dr_grpo", "rloo", "ppo"], [10, 20, 40])
+    hard = compare.make_table(results / "hard", ["grpo", "dr_grpo", "rloo", "ppo", "dapo"], [10, 20, 40])
     assert hard in (results / "hard" / "README.md").read_text()
     for path in [*results.glob("*/table.md"), *results.glob("hard/*/table.md")]:
         if list(path.parent.glob("seed_*.csv")):
