@@ -9,6 +9,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import sys
@@ -70,14 +71,21 @@ def be_rank(rank, world, port, function, args, folder):
     os._exit(code)  # nothing of the server's is to be tidied
 
 
+def free_port():
+    """None of those that the system gives to connections, from 32768 on: one of them might take it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 def fork_ranks(world, function, *args, timeout=500, meanwhile=None):
     """function(*args), of a module that can be imported, on each of `world` ranks: exit codes, consoles, results.
 
     As under a launcher all end when one has failed. meanwhile: called with the processes while they run.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             FORKS.Process(target=be_rank, args=(rank, world, port, function, args, folder)) for rank in range(world)
