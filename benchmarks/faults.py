@@ -310,7 +310,8 @@ def disk(count, folder, scripts):
         lines[-1] += [cause if code else "", str(steps), ", ".join(kept), "yes" if same else "NO"]
         print(lines[-1], flush=True)
     text = f"`python benchmarks/faults.py disk {count}`: two processes, a checkpoint every iteration, two kept; the "
-    text += "disk is full, the run ends; on a larger disk `--resume auto` goes on. 'Same': weights and metrics of the "
+    text += "disk is full, the run ends; on a larger disk `--resume auto` goes on. 'Disk': its size, of what the "
+    text += "undisturbed run leaves; while it saves there is a third checkpoint. 'Same': weights and metrics of the "
     text += "undisturbed run, to the bit.\n\n"
     text += "| script | disk | run | it said | lines of metrics | checkpoints | same |\n"
     text += "| --- | --- | --- | --- | --- | --- | --- |\n" + "".join(f"| {' | '.join(x)} |\n" for x in lines)
