@@ -613,8 +613,8 @@ def inputs(count, folder, scripts):
         shutil.rmtree(case)
     text = f"`python benchmarks/faults.py inputs {count}`: what users get wrong, and how a run of one process says so "
     text += f"(its last line). {found['named']} of {len(lines)} ended and named the cause; {found['ran']} ran, as "
-    all_well = len(lines) == found["named"] + found["ran"]
-    text += f"they should; {'none hung or trained on what it should not' if all_well else f'**{dict(found)}**'}.\n\n"
+    others = "".join(f"; **{found[bad]} {bad}**" for bad in found if bad not in ("named", "ran"))
+    text += f"they should{others or '; none hung or trained on what it should not'}.\n\n"
     text += "| input | script | verdict | last line |\n| --- | --- | --- | --- |\n" + "\n".join(lines) + "\n"
     (RESULTS / "inputs.md").write_text(text)
     print(text[: text.index("| input")])

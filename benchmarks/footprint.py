@@ -44,12 +44,15 @@ def measure(optimizer, *_):
     tensors = [getattr(x, "_local_tensor", x) for x in tensors]
     state[id(optimizer)] = sum(x.nbytes for x in tensors)
 
+def resident(what):
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what))
+
 register_optimizer_step_post_hook(measure)
+libraries = resident("VmRSS")
 run_dir = algo.main(algo.parse_args())
-(line,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 rank = os.environ.get("RANK", "0")
 seconds = [json.loads(line).get("time/iteration") for line in open(run_dir / "metrics.jsonl")][-1]
-result = {{"peak": 1024 * int(line.split()[1]), "trained": sum(state.values()), "seconds": seconds}}
+result = {{"peak": resident("VmHWM"), "libraries": libraries, "trained": sum(state.values()), "seconds": seconds}}
 open({folder!r} + "/" + rank + ".json", "w").write(json.dumps(result))
 """
 
@@ -67,7 +70,7 @@ def make_model(folder, shape):
 
 
 def measure(script, model, processes, flags):
-    """[{peak, trained, seconds} of every process] of two iterations."""
+    """[{peak, libraries, trained, seconds} of every process] of two iterations; libraries: before `main`."""
     with tempfile.TemporaryDirectory() as folder:
         worker = Path(folder) / "worker.py"
         worker.write_text(WORKER.format(root=str(ROOT), script=script, folder=folder))
@@ -120,7 +123,8 @@ def run_qwen(model):
         cells = [f"{script}.py {extra}", str(processes), " + ".join(f"{peak:.1f}" for peak in peaks)]
         lines.append([*cells, f"{sum(peaks):.1f}", f"{found[0]['seconds']:.0f}"])
         print(lines[-1], flush=True)
-    return table(["", "processes", "peak of each, GiB", "sum, GiB", "seconds per iteration"], lines)
+    text = table(["", "processes", "peak of each, GiB", "sum, GiB", "seconds per iteration"], lines)
+    return f"{text}\nOf each, Python and its libraries: {found[0]['libraries'] / 2**30:.2f} GiB.\n"
 
 
 WHAT = {"lora": compare_lora, "qwen": run_qwen}
