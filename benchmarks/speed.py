@@ -680,8 +680,8 @@ def table(args):
             [(phase, {k: kinds.get(k, 0) for k in names}) for phase, kinds in phases.items()],
         )
     if "floors" in of:
-        lines = [[r["name"], f"{r['per_second'] / 1e9:.1f}"] for r in of["floors"]]
-        text += ["## One core", "", *markdown(["", "billion operations, or bytes, per second"], lines)]
+        lines = [[r["name"], r["machine"].split(",")[0], f"{r['per_second'] / 1e9:.1f}"] for r in of["floors"]]
+        text += ["## One core", "", *markdown(["", "of", "billion operations, or bytes, per second"], lines)]
     (RESULTS / "README.md").write_text("\n".join(text))
     print("\n".join(text))
 
