@@ -4,6 +4,7 @@
 
 The embedded model's shape, random tokens, one thread; processor time, medians of the rounds' ratios. Below 1 the joined
 rows win: the prompt is read once instead of group-size times, but attention runs under a dense mask over the whole row.
+The table goes to benchmarks/results/speed/shared_prompt.md.
 """
 
 import argparse
@@ -50,7 +51,8 @@ def main():
     config = AutoConfig.from_pretrained(ROOT / "benchmarks" / "tiny" / "model", max_position_embeddings=2048)
     model = AutoModelForCausalLM.from_config(config)
     plain, joined = (algo.Policy(model, 1.0) for algo in (grpo_llm, load_variant()))
-    print("| prompt | response | tokens read | time |\n|---|---|---|---|")
+    lines = [f"`python benchmarks/shared_prompt.py --rounds {args.rounds} --group-size {args.group_size}`", ""]
+    lines += ["| prompt | response | tokens read | time |", "|---|---|---|---|"]
     for prompt, response in LENGTHS:
         size = args.group_size
         tokens = torch.randint(3, config.vocab_size, (size, prompt + response))
@@ -60,7 +62,9 @@ def main():
         seconds(plain, tokens, mask), seconds(joined, tokens, mask)
         ratios = [seconds(joined, tokens, mask) / seconds(plain, tokens, mask) for _ in range(args.rounds)]
         read = (prompt + size * response) / (size * (prompt + response))
-        print(f"| {prompt} | {response} | {read:.2f}x | {statistics.median(ratios):.2f}x |", flush=True)
+        lines.append(f"| {prompt} | {response} | {read:.2f}x | {statistics.median(ratios):.2f}x |")
+        print(lines[-1], flush=True)
+    (ROOT / "benchmarks" / "results" / "speed" / "shared_prompt.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

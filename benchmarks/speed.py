@@ -539,10 +539,10 @@ def floors(args):
 
 
 def ratios(rows, mine, peer, key="seconds"):
-    """mine/peer in every round that has both."""
+    """mine/peer in every round that has both, on one machine."""
     by_round = {}
     for row in rows:
-        by_round.setdefault(row["round"], {})[row["name"]] = row[key]
+        by_round.setdefault((row["machine"], row["round"]), {})[row["name"]] = row[key]
     return [found[mine] / found[peer] for found in by_round.values() if mine in found and peer in found]
 
 

@@ -375,10 +375,16 @@ def test_tables_of_results_in_the_readme_are_those_of_the_committed_runs():
     for path in [*results.glob("*/table.md"), *results.glob("hard/*/table.md")]:
         if list(path.parent.glob("seed_*.csv")):
             assert path.read_text().endswith(f"\n\n{learning.make_table(path.parent)}\n"), path.parent.name
-    for name, most in ("ppo", 0), ("grpo", 0.004):  # sharded or not, the same course
-        for plain, sharded in zip(*(compare.plot.read_runs(results / x)[:3] for x in (name, f"{name}-fsdp"))):
+    # Sharded or not, on one process or on two, the same course.
+    for name, other, seeds, most in (
+        ("ppo", "ppo-fsdp", 3, 0),
+        ("grpo", "grpo-fsdp", 3, 0.004),
+        ("ppo", "ppo-two", 2, 0),
+    ):
+        assert len(compare.plot.read_runs(results / other)) == seeds
+        for run, same in zip(*(compare.plot.read_runs(results / x)[:seeds] for x in (name, other))):
             for metric in "eval/score", "eval/score_sampled":
-                pairs = [(x[metric], y[metric]) for x, y in zip(plain, sharded, strict=True) if metric in x]
+                pairs = [(x[metric], y[metric]) for x, y in zip(run, same, strict=True) if metric in x]
                 assert len(pairs) == 5 and max(abs(x - y) for x, y in pairs) < most + 1e-6
     means = [
         statistics.mean(learning.summarise(run)[name] for run in compare.plot.read_runs(results / "ppo"))

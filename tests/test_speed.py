@@ -94,7 +94,11 @@ def test_the_table_has_medians_of_ratios(speed, tmp_path, capsys):
     assert "| GRPO ours | 3 | 2.00 | 0.50 | 50 | 1 | 0.50x (0.25-0.75) |" in text
     assert "| ours | 1 | 1.00 | 9 | 0.25x |" in text and "no GPU" in text and "0.25x of the" in text
     assert "| ppo_llm | 1 | 8.00 | 5.00 | 1.60x | 12% |" in text and "| 512 | 2.00 | 2 | 1,024 |" in text
-    assert "| finished rows stay | 1 | 1.50 | 0.50 | 0.25 | 0.20 | 1.50x |" in text and "| copy | 3.0 |" in text
+    assert "| finished rows stay | 1 | 1.50 | 0.50 | 0.25 | 0.20 | 1.50x |" in text
     assert "| rollout | 0.50 | 0.25 |" in text and (tmp_path / "results" / "profile-grpo_llm.png").exists()
     assert (tmp_path / "results" / "tiny-2-eos.png").stat().st_size > 1000
-    assert json.loads((tmp_path / "results" / "measured.jsonl").read_text().splitlines()[0])["machine"]
+    machine = json.loads((tmp_path / "results" / "measured.jsonl").read_text().splitlines()[0])["machine"]
+    assert f"| copy | {machine.split(',')[0]} | 3.0 |" in text
+    rounds = [("one", "ours", 1), ("one", "peer", 4), ("another", "ours", 1), ("another", "peer", 2)]
+    rows = [{"machine": where, "round": 0, "name": name, "seconds": seconds} for where, name, seconds in rounds]
+    assert speed.ratios(rows, "ours", "peer") == [0.25, 0.5]  # a round of one machine is not one of another
