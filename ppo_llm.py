@@ -22,7 +22,7 @@ on this process. A prompt of three tokens p, a response of two, a and the EOS e,
     tokens  p p p a e        p p p a e .        log-probs, values, rewards, advantages stand where mask is 1,
     mask    0 0 1 1 0        0 0 1 1 0 0        and are 0 elsewhere
 
-Order of the file: flags, mathematics, models, sampling; `main`, the algorithm; data and rewards, evaluation and files.
+Order of the file: flags; `main`, the algorithm; mathematics, models, sampling, data and rewards, evaluation and files.
 
 Launch. Without --model it trains the embedded model on the embedded task, with settings of their own:
     accelerate launch SCRIPT                              every GPU of the machine; one process where there is none
@@ -154,6 +154,334 @@ class Args:
 EMBEDDED = {"model": f"{TINY}/model", "dataset": f"{TINY}/train.jsonl", "total_iterations": 40, "lr": 1.5e-4}
 EMBEDDED |= {"max_prompt_length": 256, "max_response_length": 64, "microbatch_tokens": 1024}
 EMBEDDED |= {"critic_lr": 1e-3, "lam": 0.95}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The algorithm
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def main(args: Args):
+    """Trains, and returns the run folder."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # a flag of DDP's that torch 2.13 renames
+    num_gpus = torch.cuda.device_count()  # of the ranks that find no GPU, the first one says so
+    if num_gpus and os.environ.get("LOCAL_RANK") == str(num_gpus):
+        fail(f"more processes than GPUs: lower --num_processes to {num_gpus}", alone=True)
+    bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and num_gpus and torch.cuda.is_bf16_supported())
+    # Without cpu=True two launched CPU processes would each believe to be alone. Ranks run different numbers of passes,
+    # so none may send buffers around; gradients lie where DDP exchanges them, which saves a copy.
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    options = {"mixed_precision": "bf16" if bf16 else "no", "project_dir": args.output_dir, "kwargs_handlers": [ddp]}
+    accelerator = Accelerator(cpu=num_gpus == 0, log_with=None if args.track == "none" else args.track, **options)
+    rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    if args.model == EMBEDDED["model"] and not TINY.exists():
+        fail(f"the embedded model was expected in {TINY}: give --model, or put the script beside benchmarks/")
+    if {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys():
+        fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: launch without")
+    if args.batch_size % args.minibatch_size or args.minibatch_size % world_size:
+        fail(f"--batch-size must be a multiple of --minibatch-size, and that of the {world_size} processes")
+    run_dir, checkpoint_dir = find_run(args, accelerator)
+    set_seed(args.seed)  # for LoRA's matrices; everything else that is drawn has a stream of its own
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if args.chat_template not in (None, "none"):
+        tokenizer.chat_template = Path(args.chat_template).read_text()
+    train_rows, train_summary = load_prompts(args.dataset, "train", args, tokenizer)
+    test_source = args.eval_dataset or default_eval_source(args.dataset)
+    eval_rows, eval_summary = load_prompts(test_source, "test", args, tokenizer)
+    if not train_rows:
+        fail(f"--dataset {args.dataset!r} has no train split")
+    eval_rows = eval_rows[: args.eval_rows]
+    reward_function = load_reward_model(args.reward_model, device) if args.reward_model else load_reward(args.reward)
+
+    def wrap(module):
+        """DDP around a module that is trained; a frozen one is moved to the device alone."""
+        if args.gradient_checkpointing:
+            module.model.gradient_checkpointing_enable({"use_reentrant": False})
+        frozen = not any(p.requires_grad for p in module.parameters())
+        return accelerator.prepare_model(module.train(), evaluation_mode=frozen)
+
+    # `model` is the transformers model, `policy` wraps it for training; rollout, checkpoints, files use the bare one.
+    model = add_lora(load_model(args.model, AutoModelForCausalLM), args.lora_rank, task_type="CAUSAL_LM")
+    policy = wrap(Policy(model, args.temperature))
+    adamw = {"weight_decay": args.weight_decay, "fused": True}
+    trainees = {"policy": (model, torch.optim.AdamW(policy.parameters(), **adamw))}
+
+    bare_critic = Critic(args.critic_model or args.model, args.lora_rank)
+    critic = wrap(bare_critic)
+    trainees["critic"] = (bare_critic.model, torch.optim.AdamW(critic.parameters(), **adamw))
+
+    use_reference, lora = args.kl_reward_coef > 0 or args.kl_loss_coef > 0, args.lora_rank > 0  # [1.3]
+    reference = policy  # with LoRA: its adapter is switched off
+    if use_reference and not lora:
+        reference = wrap(Policy(load_model(args.model, AutoModelForCausalLM), args.temperature).requires_grad_(False))
+
+    # What must survive a restart, by name; alike on all ranks, of which the first saves it. What has parameters goes
+    # into `trainees`. A key that a checkpoint lacks keeps the value given here.
+    state = {"iteration": 0, "best_score": -math.inf}
+    if checkpoint_dir:
+        state |= load_checkpoint(checkpoint_dir, trainees)
+    kl_controller = AdaptiveKL(state.get("kl_coef", args.kl_reward_coef), args.kl_target, args.kl_horizon)
+    first, eos_ids = state["iteration"] + 1, collect_eos_ids(model, tokenizer)
+    open_run(run_dir, args, first if checkpoint_dir else 0, accelerator)
+
+    num_minibatches, say = args.batch_size // args.minibatch_size, accelerator.print
+    say(
+        f"{Path(__file__).name}: {world_size} process(es) on {device.type}, {'bfloat16' if bf16 else 'float32'}\n"
+        f"  policy     {args.model}: {model.num_parameters():,} parameters, lr {args.lr}, EOS ids {eos_ids or 'none'}\n"
+        f"  critic     {args.critic_model or args.model}, lr {args.critic_lr}\n"
+        f"  reference  {'none' if not use_reference else 'policy without its adapter' if lora else 'frozen copy'}\n"
+        f"  train      {train_summary}; the first ends in {train_rows[0]['prompt'][-60:]!r}\n"
+        f"  passes     {args.total_iterations * args.batch_size / len(train_rows):.2g} over these rows, in all\n"
+        f"  eval       {eval_summary}; the first {len(eval_rows)} are evaluated\n"
+        f"  batch      {args.batch_size} responses = {num_minibatches} minibatches of {args.minibatch_size} "
+        f"({args.minibatch_size // world_size} per process) x {args.ppo_epochs} epoch(s)\n"
+        f"  run folder {run_dir}{f', from {checkpoint_dir.name}' if checkpoint_dir else ''}"
+    )
+    progress = tqdm(range(first, args.total_iterations + 1), file=sys.stdout, dynamic_ncols=True)
+    seconds, signals, begin = {}, [], time.perf_counter()
+
+    def clock(name):
+        """Ends a phase: the time since `begin` that no phase has yet is its."""
+        if num_gpus:
+            torch.cuda.synchronize()
+        seconds[f"time/{name}"] = time.perf_counter() - begin - sum(seconds.values())
+
+    def rollout(rows, uniforms, temperature, top_p, top_k):
+        """A Response to each row, sampled with its row of uniforms (B,T): for training and evaluation.
+
+        What an environment adds, or a second turn, goes in here: append to the prompts, `generate` again, and return
+        one Response per row whose inserted tokens have log-prob NOT_SAMPLED.
+        """
+        responses = []
+        with accelerator.autocast():
+            for part in torch.arange(len(rows)).split(args.rollout_batch_size) if rows else []:
+                prompts = [rows[i]["input_ids"] for i in part]
+                responses += generate(model, prompts, uniforms[part].to(device), eos_ids, temperature, top_p, top_k)
+        return responses
+
+    def microbatches(minibatch, module):
+        """The micro-batches of an optimizer step. The body of the caller's loop runs inside the `with`: ranks exchange
+        gradients in the last backward pass alone."""
+        for i, mb in enumerate(minibatch):
+            with nullcontext() if i == len(minibatch) - 1 else accelerator.no_sync(module):  # [7.5]
+                yield mb
+
+    def take_step(name, lr):
+        """Clips the gradient and takes the optimizer step."""
+        trained_model, optimizer = trainees[name]
+        optimizer.param_groups[0]["lr"] = lr
+        norm = nn.utils.clip_grad_norm_(trained_model.parameters(), args.max_grad_norm).item()
+        if not math.isfinite(norm):
+            fail(f"iteration {state['iteration']}, step {len(norms[name]) + 1} of the {name}: gradient norm {norm}")
+        optimizer.step()
+        optimizer.zero_grad()
+        norms[name].append(norm)
+
+    def finish(metrics, completions):
+        """Evaluates, logs, saves, whichever is due; true if the run should stop here."""
+        iteration = state["iteration"]
+        if PARENT not in (None, os.getppid()):
+            sys.exit("error: the launcher has gone, so this process ends; go on with --resume")
+        due = iteration == args.total_iterations or not iteration % (args.eval_every or args.total_iterations)
+        if eval_rows and due:
+            results, evaluated = evaluate(eval_rows, rollout, reward_function, tokenizer, args, accelerator)
+            clock("eval")
+            write_rows(run_dir / f"completions/step_{iteration:06d}.jsonl", completions, accelerator)
+            write_rows(run_dir / f"completions/eval_{iteration:06d}.jsonl", evaluated, accelerator)
+            metrics |= results
+            line = f"\riteration {iteration}: eval {results['eval/score']:.3f} greedy, "
+            say(f"{line}{results['eval/score_sampled']:.3f} sampled, length {results['eval/length_mean']:.1f}")
+            if results["eval/score"] > state["best_score"] and args.total_iterations:
+                state["best_score"] = results["eval/score"]
+                save_models(run_dir / "best", trainees, tokenizer, accelerator)
+        metrics |= seconds
+        if accelerator.is_main_process:
+            with open(run_dir / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": iteration} | metrics) + "\n")
+        accelerator.log(metrics, step=iteration)
+        stop = all_reduce(torch.tensor(len(signals), device=device)).item() > 0
+        if iteration and (stop or (args.save_every and not iteration % args.save_every)):
+            path = run_dir / f"checkpoints/step_{iteration:06d}"
+            save_checkpoint(path, trainees, state, args.keep_checkpoints, accelerator)
+        return stop
+
+    if not checkpoint_dir:
+        finish({}, {})
+    # From here on SIGTERM and Ctrl-C end the run after its iteration, with a checkpoint, if the launcher waits (30 s).
+    for number in signal.SIGTERM, signal.SIGINT:
+        signal.signal(number, lambda number, _: signals.append(number))
+    # Forked workers, of a reward function's pool say, must still die of SIGTERM.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+    for iteration in progress:
+        state["iteration"] = iteration
+        seconds, norms, begin = {}, defaultdict(list), time.perf_counter()
+        trains_actor = iteration > args.critic_warmup_iterations
+
+        # 1. Rollout: a response to each of this rank's prompts. Prompts are dealt to ranks like cards, and so is the
+        # noise of the global batch: minibatch k is the same set of rows at any process count.
+        start = (iteration - 1) * args.batch_size
+        rows = draw_prompts(train_rows, start, args.batch_size, args.seed)[rank::world_size]  # [7.2]
+        stream, shape = random_stream("rollout", args.seed, iteration), (args.batch_size, args.max_response_length)
+        uniforms = torch.rand(shape, generator=stream, dtype=torch.float64)[rank::world_size]  # [7.3] (B,T)
+        responses = rollout(rows, uniforms, args.temperature, args.top_p, args.top_k)
+        tokens, mask, rollout_logprobs, row_lengths = to_batch(rows, responses, device)  # (B,L)
+        clock("rollout")
+
+        # 2. Reward: one score per response.
+        texts, scores = compute_scores(reward_function, tokenizer, rows, responses)
+        scores = torch.tensor(scores, device=device)  # [8.1] (B,)
+        truncated = torch.tensor([response.truncated for response in responses], device=device)  # (B,)
+        scores = scores - args.missing_eos_penalty * truncated
+        clock("reward")
+
+        # Cut the batch. minibatch_rows[k]: this rank's rows of minibatch k. minibatches[k]: the same as a list of
+        # micro-batches, each an index into (B,L). counts[k]: its tokens and responses on all ranks together, the
+        # denominators of its losses. Every epoch shuffles the order of minibatches, alike on all ranks, not their rows.
+        minibatch_rows = torch.arange(len(rows)).view(num_minibatches, -1).tolist()
+        minibatches = [pack(row_lengths, part, args.microbatch_tokens, device) for part in minibatch_rows]  # [3.2]
+        masks = [mask[part] for part in minibatch_rows]
+        counts = [all_reduce(torch.stack([m.sum(), m.any(1).sum()])).tolist() for m in masks]  # [7.4]
+        stream = random_stream("minibatches", args.seed, iteration)
+        orders = torch.rand(args.ppo_epochs, num_minibatches, generator=stream).argsort().tolist()
+        steps = [(epoch, k) for epoch, order in enumerate(orders) for k in order]  # [3.7]
+
+        # 3. Log-probs of the policy that sampled and of the reference, by the same forward pass as in training; only
+        # with --old-logprobs rollout the sampler's own. corrected: phase 6 weights losses by the ratio of both.
+        old_logprobs = rollout_logprobs  # [6.2] (B,L)
+        if args.old_logprobs != "rollout":
+            old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1]
+        ref_logprobs = old_logprobs  # without a reference every KL is 0
+        if use_reference:
+            if lora:
+                model.disable_adapters()  # [4.11]
+            ref_logprobs = forward_all(reference, minibatches, tokens, mask)
+            if lora:
+                model.enable_adapters()
+        clock("logprobs")
+
+        # 4. Values of the states before each action.
+        values = forward_all(critic, minibatches, tokens, mask)  # (B,L)
+        clock("values")
+
+        # 5. Token rewards and advantages.
+        kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [4.5] (B,L)
+        rewards = place_scores(scores, mask) - kl_controller.coef * kl  # (B,L)
+        advantages, returns = gae(rewards, values, mask, args.gamma, args.lam)  # (B,L)
+        if args.whiten_advantages:
+            advantages = masked_whiten(advantages, mask)
+        clock("advantages")
+
+        factor = schedule(args.lr_schedule, iteration, args.total_iterations, args.warmup_iterations)
+
+        # 6. Actor update. new_logprobs and entropy keep what each epoch computed, for the log and --target-kl; NaN is
+        # where nothing was: beyond the longest row of a micro-batch, and after --target-kl has stopped.
+        clips = args.clip_low, args.clip_high, args.dual_clip
+        weights = rollout_weights(old_logprobs, rollout_logprobs, mask, args.is_level, args.is_cap)  # (B,L)
+        new_logprobs, entropy = torch.full((2, args.ppo_epochs, *mask.shape), torch.nan, device=device)  # (epochs,B,L)
+        actor_loss = torch.zeros((), device=device)
+        for epoch, k in steps if trains_actor else []:
+            for mb in microbatches(minibatches[k], policy):
+                mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
+                mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], *clips)
+                if args.old_logprobs == "corrected":
+                    mb_losses = mb_losses * weights[mb]
+                if args.entropy_coef:
+                    mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.8]
+                if args.kl_loss_coef:
+                    mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb], args.kl_loss_kind)
+                    mb_losses = mb_losses + args.kl_loss_coef * mb_kl
+                loss = aggregate(mb_losses, mask[mb], args.loss_agg, *counts[k], args.max_response_length)
+                (loss * world_size).backward()  # DDP averages over ranks, but shares must add up
+                actor_loss += loss.detach()
+                new_logprobs[epoch][mb], entropy[epoch][mb] = mb_logprobs.detach(), mb_entropy.detach()
+            if args.target_kl is not None:  # [3.9] all ranks together: one that stops alone leaves others waiting
+                old, new = old_logprobs[minibatch_rows[k]], new_logprobs[epoch, minibatch_rows[k]]
+                if all_reduce(kl_penalty(old, new, "k3").nansum()) / counts[k][0] > args.target_kl:
+                    policy.zero_grad()
+                    break
+            take_step("policy", args.lr * factor)
+        clock("actor")
+
+        # 7. Critic update.
+        critic_loss = 0
+        for _, k in steps:
+            for mb in microbatches(minibatches[k], critic):
+                mb_values = critic(tokens[mb], mask[mb])  # (b,l)
+                mb_losses = value_loss(mb_values, values[mb], returns[mb], args.value_clip)
+                loss = aggregate(mb_losses, mask[mb], "token-mean", *counts[k], args.max_response_length)
+                (loss * world_size).backward()
+                critic_loss += loss.detach()
+            take_step("critic", args.critic_lr * factor)
+        clock("critic")
+
+        # Log. Every number covers the actions, or the responses, of all ranks: every rank calls `mean` and `std`.
+        reference_kl = old_logprobs - ref_logprobs
+        computed = mask & ~new_logprobs.isnan()  # (epochs,B,L), with the minibatch that --target-kl stopped at
+        ratio = torch.where(computed, (new_logprobs - old_logprobs).exp(), 0)
+        # Sampler against training pass in the first step, before anything moved: what catches a shift.
+        first_rows, actor_steps = minibatch_rows[steps[0][1]], max(1, len(norms["policy"]))
+        logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
+        actor_metrics = {
+            "actor/loss": all_reduce(actor_loss).item() / actor_steps,
+            "actor/clipfrac": mean(policy_loss(new_logprobs, old_logprobs, advantages, *clips)[1], computed),
+            "actor/approx_kl": mean(kl_penalty(old_logprobs, new_logprobs, "k3"), computed),  # [3.13]
+            "actor/ratio_mean": mean(ratio, computed),
+            "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
+            "actor/entropy": mean(entropy, computed),
+            "actor/grad_norm": sum(norms["policy"]) / actor_steps,
+            "actor/lr": args.lr * factor,
+            "rollout/logprob_diff": logprob_diff,
+        }
+        metrics = {
+            "reward/mean": mean(scores),
+            "reward/std": std(scores),
+            "reward/total_mean": mean(torch.where(mask, rewards, 0).sum(1)),
+            "advantage/mean": mean(returns - values, mask),  # before whitening
+            "advantage/std": std(returns - values, mask),
+            "response/length_mean": mean(mask.sum(1)),
+            "response/truncated_frac": mean(truncated),
+            "kl/mean": mean(reference_kl, mask),
+            "kl/sequence": mean(reference_kl.sum(1)),
+            "kl/coef": kl_controller.coef,
+            "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "critic/loss": all_reduce(critic_loss).item() / len(steps),
+            "critic/value_mean": mean(values, mask),
+            "critic/explained_variance": 1 - std(returns - values, mask) ** 2 / (std(returns, mask) ** 2 + 1e-5),
+            "critic/grad_norm": sum(norms["critic"]) / len(steps),
+            "critic/lr": args.critic_lr * factor,
+        }
+        metrics |= actor_metrics if trains_actor else {}
+        is_first = iteration == max(first, args.critic_warmup_iterations + 1)
+        if is_first and args.top_p == 1 and args.top_k == 0 and logprob_diff > (0.1 if bf16 else 1e-2):
+            fail(f"sampler and training pass differ by {logprob_diff:.2g}: wrong mask, or transformed logits")
+        if args.old_logprobs == "corrected":
+            metrics["rollout/weight_mean"] = weight = mean(weights, mask)
+            metrics["rollout/ess"] = weight**2 / mean(weights.square(), mask)  # as a share of the tokens
+        if args.kl_controller == "adaptive" and trains_actor:
+            kl_controller.update(metrics["kl/mean"], args.batch_size)
+            state["kl_coef"] = kl_controller.coef
+        metrics["time/iteration"] = sum(seconds.values())
+        progress.set_postfix({name: metrics.get(name) for name in SHOWN})
+        columns = {"prompt": [row["prompt"] for row in rows], "response": texts, "score": scores.tolist()}
+        if finish(metrics, columns):
+            break
+
+    progress.close()
+    if state["iteration"] < args.total_iterations:
+        say(f"stopped after iteration {state['iteration']}; --resume auto --run-name {run_dir.name} goes on")
+    elif args.total_iterations:
+        save_models(run_dir / "final", trainees, tokenizer, accelerator)
+        say(f"saved {run_dir}/final{' and best' if eval_rows else ''}\n  plot  python benchmarks/plot.py {run_dir}")
+    # torch waits for gloo's threads while it holds the lock (GIL) that they need to end: without the pause a run that
+    # had saved everything now and then never ended (pytorch issue 56297).
+    time.sleep(0.5)
+    accelerator.end_training()
+    return run_dir
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -538,334 +866,6 @@ def forward_all(module, minibatches, tokens, mask):
             output = module(tokens[mb], mask[mb])
             result[mb] = output[0] if isinstance(output, tuple) else output
     return result
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The algorithm
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def main(args: Args):
-    """Trains, and returns the run folder."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # a flag of DDP's that torch 2.13 renames
-    num_gpus = torch.cuda.device_count()  # of the ranks that find no GPU, the first one says so
-    if num_gpus and os.environ.get("LOCAL_RANK") == str(num_gpus):
-        fail(f"more processes than GPUs: lower --num_processes to {num_gpus}", alone=True)
-    bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and num_gpus and torch.cuda.is_bf16_supported())
-    # Without cpu=True two launched CPU processes would each believe to be alone. Ranks run different numbers of passes,
-    # so none may send buffers around; gradients lie where DDP exchanges them, which saves a copy.
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options = {"mixed_precision": "bf16" if bf16 else "no", "project_dir": args.output_dir, "kwargs_handlers": [ddp]}
-    accelerator = Accelerator(cpu=num_gpus == 0, log_with=None if args.track == "none" else args.track, **options)
-    rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    if args.model == EMBEDDED["model"] and not TINY.exists():
-        fail(f"the embedded model was expected in {TINY}: give --model, or put the script beside benchmarks/")
-    if {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys():
-        fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: launch without")
-    if args.batch_size % args.minibatch_size or args.minibatch_size % world_size:
-        fail(f"--batch-size must be a multiple of --minibatch-size, and that of the {world_size} processes")
-    run_dir, checkpoint_dir = find_run(args, accelerator)
-    set_seed(args.seed)  # for LoRA's matrices; everything else that is drawn has a stream of its own
-
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    if args.chat_template not in (None, "none"):
-        tokenizer.chat_template = Path(args.chat_template).read_text()
-    train_rows, train_summary = load_prompts(args.dataset, "train", args, tokenizer)
-    test_source = args.eval_dataset or default_eval_source(args.dataset)
-    eval_rows, eval_summary = load_prompts(test_source, "test", args, tokenizer)
-    if not train_rows:
-        fail(f"--dataset {args.dataset!r} has no train split")
-    eval_rows = eval_rows[: args.eval_rows]
-    reward_function = load_reward_model(args.reward_model, device) if args.reward_model else load_reward(args.reward)
-
-    def wrap(module):
-        """DDP around a module that is trained; a frozen one is moved to the device alone."""
-        if args.gradient_checkpointing:
-            module.model.gradient_checkpointing_enable({"use_reentrant": False})
-        frozen = not any(p.requires_grad for p in module.parameters())
-        return accelerator.prepare_model(module.train(), evaluation_mode=frozen)
-
-    # `model` is the transformers model, `policy` wraps it for training; rollout, checkpoints, files use the bare one.
-    model = add_lora(load_model(args.model, AutoModelForCausalLM), args.lora_rank, task_type="CAUSAL_LM")
-    policy = wrap(Policy(model, args.temperature))
-    adamw = {"weight_decay": args.weight_decay, "fused": True}
-    trainees = {"policy": (model, torch.optim.AdamW(policy.parameters(), **adamw))}
-
-    bare_critic = Critic(args.critic_model or args.model, args.lora_rank)
-    critic = wrap(bare_critic)
-    trainees["critic"] = (bare_critic.model, torch.optim.AdamW(critic.parameters(), **adamw))
-
-    use_reference, lora = args.kl_reward_coef > 0 or args.kl_loss_coef > 0, args.lora_rank > 0  # [1.3]
-    reference = policy  # with LoRA: its adapter is switched off
-    if use_reference and not lora:
-        reference = wrap(Policy(load_model(args.model, AutoModelForCausalLM), args.temperature).requires_grad_(False))
-
-    # What must survive a restart, by name; alike on all ranks, of which the first saves it. What has parameters goes
-    # into `trainees`. A key that a checkpoint lacks keeps the value given here.
-    state = {"iteration": 0, "best_score": -math.inf}
-    if checkpoint_dir:
-        state |= load_checkpoint(checkpoint_dir, trainees)
-    kl_controller = AdaptiveKL(state.get("kl_coef", args.kl_reward_coef), args.kl_target, args.kl_horizon)
-    first, eos_ids = state["iteration"] + 1, collect_eos_ids(model, tokenizer)
-    open_run(run_dir, args, first if checkpoint_dir else 0, accelerator)
-
-    num_minibatches, say = args.batch_size // args.minibatch_size, accelerator.print
-    say(
-        f"{Path(__file__).name}: {world_size} process(es) on {device.type}, {'bfloat16' if bf16 else 'float32'}\n"
-        f"  policy     {args.model}: {model.num_parameters():,} parameters, lr {args.lr}, EOS ids {eos_ids or 'none'}\n"
-        f"  critic     {args.critic_model or args.model}, lr {args.critic_lr}\n"
-        f"  reference  {'none' if not use_reference else 'policy without its adapter' if lora else 'frozen copy'}\n"
-        f"  train      {train_summary}; the first ends in {train_rows[0]['prompt'][-60:]!r}\n"
-        f"  passes     {args.total_iterations * args.batch_size / len(train_rows):.2g} over these rows, in all\n"
-        f"  eval       {eval_summary}; the first {len(eval_rows)} are evaluated\n"
-        f"  batch      {args.batch_size} responses = {num_minibatches} minibatches of {args.minibatch_size} "
-        f"({args.minibatch_size // world_size} per process) x {args.ppo_epochs} epoch(s)\n"
-        f"  run folder {run_dir}{f', from {checkpoint_dir.name}' if checkpoint_dir else ''}"
-    )
-    progress = tqdm(range(first, args.total_iterations + 1), file=sys.stdout, dynamic_ncols=True)
-    seconds, signals, begin = {}, [], time.perf_counter()
-
-    def clock(name):
-        """Ends a phase: the time since `begin` that no phase has yet is its."""
-        if num_gpus:
-            torch.cuda.synchronize()
-        seconds[f"time/{name}"] = time.perf_counter() - begin - sum(seconds.values())
-
-    def rollout(rows, uniforms, temperature, top_p, top_k):
-        """A Response to each row, sampled with its row of uniforms (B,T): for training and evaluation.
-
-        What an environment adds, or a second turn, goes in here: append to the prompts, `generate` again, and return
-        one Response per row whose inserted tokens have log-prob NOT_SAMPLED.
-        """
-        responses = []
-        with accelerator.autocast():
-            for part in torch.arange(len(rows)).split(args.rollout_batch_size) if rows else []:
-                prompts = [rows[i]["input_ids"] for i in part]
-                responses += generate(model, prompts, uniforms[part].to(device), eos_ids, temperature, top_p, top_k)
-        return responses
-
-    def microbatches(minibatch, module):
-        """The micro-batches of an optimizer step. The body of the caller's loop runs inside the `with`: ranks exchange
-        gradients in the last backward pass alone."""
-        for i, mb in enumerate(minibatch):
-            with nullcontext() if i == len(minibatch) - 1 else accelerator.no_sync(module):  # [7.5]
-                yield mb
-
-    def take_step(name, lr):
-        """Clips the gradient and takes the optimizer step."""
-        trained_model, optimizer = trainees[name]
-        optimizer.param_groups[0]["lr"] = lr
-        norm = nn.utils.clip_grad_norm_(trained_model.parameters(), args.max_grad_norm).item()
-        if not math.isfinite(norm):
-            fail(f"iteration {state['iteration']}, step {len(norms[name]) + 1} of the {name}: gradient norm {norm}")
-        optimizer.step()
-        optimizer.zero_grad()
-        norms[name].append(norm)
-
-    def finish(metrics, completions):
-        """Evaluates, logs, saves, whichever is due; true if the run should stop here."""
-        iteration = state["iteration"]
-        if PARENT not in (None, os.getppid()):
-            sys.exit("error: the launcher has gone, so this process ends; go on with --resume")
-        due = iteration == args.total_iterations or not iteration % (args.eval_every or args.total_iterations)
-        if eval_rows and due:
-            results, evaluated = evaluate(eval_rows, rollout, reward_function, tokenizer, args, accelerator)
-            clock("eval")
-            write_rows(run_dir / f"completions/step_{iteration:06d}.jsonl", completions, accelerator)
-            write_rows(run_dir / f"completions/eval_{iteration:06d}.jsonl", evaluated, accelerator)
-            metrics |= results
-            line = f"\riteration {iteration}: eval {results['eval/score']:.3f} greedy, "
-            say(f"{line}{results['eval/score_sampled']:.3f} sampled, length {results['eval/length_mean']:.1f}")
-            if results["eval/score"] > state["best_score"] and args.total_iterations:
-                state["best_score"] = results["eval/score"]
-                save_models(run_dir / "best", trainees, tokenizer, accelerator)
-        metrics |= seconds
-        if accelerator.is_main_process:
-            with open(run_dir / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"step": iteration} | metrics) + "\n")
-        accelerator.log(metrics, step=iteration)
-        stop = all_reduce(torch.tensor(len(signals), device=device)).item() > 0
-        if iteration and (stop or (args.save_every and not iteration % args.save_every)):
-            path = run_dir / f"checkpoints/step_{iteration:06d}"
-            save_checkpoint(path, trainees, state, args.keep_checkpoints, accelerator)
-        return stop
-
-    if not checkpoint_dir:
-        finish({}, {})
-    # From here on SIGTERM and Ctrl-C end the run after its iteration, with a checkpoint, if the launcher waits (30 s).
-    for number in signal.SIGTERM, signal.SIGINT:
-        signal.signal(number, lambda number, _: signals.append(number))
-    # Forked workers, of a reward function's pool say, must still die of SIGTERM.
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-
-    for iteration in progress:
-        state["iteration"] = iteration
-        seconds, norms, begin = {}, defaultdict(list), time.perf_counter()
-        trains_actor = iteration > args.critic_warmup_iterations
-
-        # 1. Rollout: a response to each of this rank's prompts. Prompts are dealt to ranks like cards, and so is the
-        # noise of the global batch: minibatch k is the same set of rows at any process count.
-        start = (iteration - 1) * args.batch_size
-        rows = draw_prompts(train_rows, start, args.batch_size, args.seed)[rank::world_size]  # [7.2]
-        stream, shape = random_stream("rollout", args.seed, iteration), (args.batch_size, args.max_response_length)
-        uniforms = torch.rand(shape, generator=stream, dtype=torch.float64)[rank::world_size]  # [7.3] (B,T)
-        responses = rollout(rows, uniforms, args.temperature, args.top_p, args.top_k)
-        tokens, mask, rollout_logprobs, row_lengths = to_batch(rows, responses, device)  # (B,L)
-        clock("rollout")
-
-        # 2. Reward: one score per response.
-        texts, scores = compute_scores(reward_function, tokenizer, rows, responses)
-        scores = torch.tensor(scores, device=device)  # [8.1] (B,)
-        truncated = torch.tensor([response.truncated for response in responses], device=device)  # (B,)
-        scores = scores - args.missing_eos_penalty * truncated
-        clock("reward")
-
-        # Cut the batch. minibatch_rows[k]: this rank's rows of minibatch k. minibatches[k]: the same as a list of
-        # micro-batches, each an index into (B,L). counts[k]: its tokens and responses on all ranks together, the
-        # denominators of its losses. Every epoch shuffles the order of minibatches, alike on all ranks, not their rows.
-        minibatch_rows = torch.arange(len(rows)).view(num_minibatches, -1).tolist()
-        minibatches = [pack(row_lengths, part, args.microbatch_tokens, device) for part in minibatch_rows]  # [3.2]
-        masks = [mask[part] for part in minibatch_rows]
-        counts = [all_reduce(torch.stack([m.sum(), m.any(1).sum()])).tolist() for m in masks]  # [7.4]
-        stream = random_stream("minibatches", args.seed, iteration)
-        orders = torch.rand(args.ppo_epochs, num_minibatches, generator=stream).argsort().tolist()
-        steps = [(epoch, k) for epoch, order in enumerate(orders) for k in order]  # [3.7]
-
-        # 3. Log-probs of the policy that sampled and of the reference, by the same forward pass as in training; only
-        # with --old-logprobs rollout the sampler's own. corrected: phase 6 weights losses by the ratio of both.
-        old_logprobs = rollout_logprobs  # [6.2] (B,L)
-        if args.old_logprobs != "rollout":
-            old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1]
-        ref_logprobs = old_logprobs  # without a reference every KL is 0
-        if use_reference:
-            if lora:
-                model.disable_adapters()  # [4.11]
-            ref_logprobs = forward_all(reference, minibatches, tokens, mask)
-            if lora:
-                model.enable_adapters()
-        clock("logprobs")
-
-        # 4. Values of the states before each action.
-        values = forward_all(critic, minibatches, tokens, mask)  # (B,L)
-        clock("values")
-
-        # 5. Token rewards and advantages.
-        kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [4.5] (B,L)
-        rewards = place_scores(scores, mask) - kl_controller.coef * kl  # (B,L)
-        advantages, returns = gae(rewards, values, mask, args.gamma, args.lam)  # (B,L)
-        if args.whiten_advantages:
-            advantages = masked_whiten(advantages, mask)
-        clock("advantages")
-
-        factor = schedule(args.lr_schedule, iteration, args.total_iterations, args.warmup_iterations)
-
-        # 6. Actor update. new_logprobs and entropy keep what each epoch computed, for the log and --target-kl; NaN is
-        # where nothing was: beyond the longest row of a micro-batch, and after --target-kl has stopped.
-        clips = args.clip_low, args.clip_high, args.dual_clip
-        weights = rollout_weights(old_logprobs, rollout_logprobs, mask, args.is_level, args.is_cap)  # (B,L)
-        new_logprobs, entropy = torch.full((2, args.ppo_epochs, *mask.shape), torch.nan, device=device)  # (epochs,B,L)
-        actor_loss = torch.zeros((), device=device)
-        for epoch, k in steps if trains_actor else []:
-            for mb in microbatches(minibatches[k], policy):
-                mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
-                mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], *clips)
-                if args.old_logprobs == "corrected":
-                    mb_losses = mb_losses * weights[mb]
-                if args.entropy_coef:
-                    mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.8]
-                if args.kl_loss_coef:
-                    mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb], args.kl_loss_kind)
-                    mb_losses = mb_losses + args.kl_loss_coef * mb_kl
-                loss = aggregate(mb_losses, mask[mb], args.loss_agg, *counts[k], args.max_response_length)
-                (loss * world_size).backward()  # DDP averages over ranks, but shares must add up
-                actor_loss += loss.detach()
-                new_logprobs[epoch][mb], entropy[epoch][mb] = mb_logprobs.detach(), mb_entropy.detach()
-            if args.target_kl is not None:  # [3.9] all ranks together: one that stops alone leaves others waiting
-                old, new = old_logprobs[minibatch_rows[k]], new_logprobs[epoch, minibatch_rows[k]]
-                if all_reduce(kl_penalty(old, new, "k3").nansum()) / counts[k][0] > args.target_kl:
-                    policy.zero_grad()
-                    break
-            take_step("policy", args.lr * factor)
-        clock("actor")
-
-        # 7. Critic update.
-        critic_loss = 0
-        for _, k in steps:
-            for mb in microbatches(minibatches[k], critic):
-                mb_values = critic(tokens[mb], mask[mb])  # (b,l)
-                mb_losses = value_loss(mb_values, values[mb], returns[mb], args.value_clip)
-                loss = aggregate(mb_losses, mask[mb], "token-mean", *counts[k], args.max_response_length)
-                (loss * world_size).backward()
-                critic_loss += loss.detach()
-            take_step("critic", args.critic_lr * factor)
-        clock("critic")
-
-        # Log. Every number covers the actions, or the responses, of all ranks: every rank calls `mean` and `std`.
-        reference_kl = old_logprobs - ref_logprobs
-        computed = mask & ~new_logprobs.isnan()  # (epochs,B,L), with the minibatch that --target-kl stopped at
-        ratio = torch.where(computed, (new_logprobs - old_logprobs).exp(), 0)
-        # Sampler against training pass in the first step, before anything moved: what catches a shift.
-        first_rows, actor_steps = minibatch_rows[steps[0][1]], max(1, len(norms["policy"]))
-        logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
-        actor_metrics = {
-            "actor/loss": all_reduce(actor_loss).item() / actor_steps,
-            "actor/clipfrac": mean(policy_loss(new_logprobs, old_logprobs, advantages, *clips)[1], computed),
-            "actor/approx_kl": mean(kl_penalty(old_logprobs, new_logprobs, "k3"), computed),  # [3.13]
-            "actor/ratio_mean": mean(ratio, computed),
-            "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
-            "actor/entropy": mean(entropy, computed),
-            "actor/grad_norm": sum(norms["policy"]) / actor_steps,
-            "actor/lr": args.lr * factor,
-            "rollout/logprob_diff": logprob_diff,
-        }
-        metrics = {
-            "reward/mean": mean(scores),
-            "reward/std": std(scores),
-            "reward/total_mean": mean(torch.where(mask, rewards, 0).sum(1)),
-            "advantage/mean": mean(returns - values, mask),  # before whitening
-            "advantage/std": std(returns - values, mask),
-            "response/length_mean": mean(mask.sum(1)),
-            "response/truncated_frac": mean(truncated),
-            "kl/mean": mean(reference_kl, mask),
-            "kl/sequence": mean(reference_kl.sum(1)),
-            "kl/coef": kl_controller.coef,
-            "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-            "critic/loss": all_reduce(critic_loss).item() / len(steps),
-            "critic/value_mean": mean(values, mask),
-            "critic/explained_variance": 1 - std(returns - values, mask) ** 2 / (std(returns, mask) ** 2 + 1e-5),
-            "critic/grad_norm": sum(norms["critic"]) / len(steps),
-            "critic/lr": args.critic_lr * factor,
-        }
-        metrics |= actor_metrics if trains_actor else {}
-        is_first = iteration == max(first, args.critic_warmup_iterations + 1)
-        if is_first and args.top_p == 1 and args.top_k == 0 and logprob_diff > (0.1 if bf16 else 1e-2):
-            fail(f"sampler and training pass differ by {logprob_diff:.2g}: wrong mask, or transformed logits")
-        if args.old_logprobs == "corrected":
-            metrics["rollout/weight_mean"] = weight = mean(weights, mask)
-            metrics["rollout/ess"] = weight**2 / mean(weights.square(), mask)  # as a share of the tokens
-        if args.kl_controller == "adaptive" and trains_actor:
-            kl_controller.update(metrics["kl/mean"], args.batch_size)
-            state["kl_coef"] = kl_controller.coef
-        metrics["time/iteration"] = sum(seconds.values())
-        progress.set_postfix({name: metrics.get(name) for name in SHOWN})
-        columns = {"prompt": [row["prompt"] for row in rows], "response": texts, "score": scores.tolist()}
-        if finish(metrics, columns):
-            break
-
-    progress.close()
-    if state["iteration"] < args.total_iterations:
-        say(f"stopped after iteration {state['iteration']}; --resume auto --run-name {run_dir.name} goes on")
-    elif args.total_iterations:
-        save_models(run_dir / "final", trainees, tokenizer, accelerator)
-        say(f"saved {run_dir}/final{' and best' if eval_rows else ''}\n  plot  python benchmarks/plot.py {run_dir}")
-    # torch waits for gloo's threads while it holds the lock (GIL) that they need to end: without the pause a run that
-    # had saved everything now and then never ended (pytorch issue 56297).
-    time.sleep(0.5)
-    accelerator.end_training()
-    return run_dir
 
 
 # ---------------------------------------------------------------------------------------------------------------------

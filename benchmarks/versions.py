@@ -1,0 +1,177 @@
+"""The same numbers as an earlier version: its scripts and today's with the same flags, every metric to the bit.
+
+    python benchmarks/versions.py                      all cases against version 0.2
+    python benchmarks/versions.py ppo rloo             some of them
+    python benchmarks/versions.py --rounds 5 ppo grpo  processor seconds of both as well, in turns
+
+Three iterations of each case. Compared are all metrics that both log (times and memory aside) and the completions, to
+the letter. What only one side logs is listed. The earlier scripts come from the history of the repository and lie with
+their runs in --folder, where the next comparison finds them again.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "benchmarks" / "tiny"
+SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
+COMPOSED = "grpo_llm_fsdp"
+VERSION = "c9bdd21"  # 0.2
+# Nothing is left to what a version has for a default or guesses.
+COMMON = "--total-iterations 3 --eval-every 2 --eval-rows 16 --save-every 0 --track none --max-response-length 32"
+COMMON += " --microbatch-tokens 512 --prompt-column question --answer-column answer"
+DATA = f" --dataset {TINY}/train.jsonl --eval-dataset {TINY}/test.jsonl"
+PPO = " --batch-size 32 --minibatch-size 16"
+GRPO = " --batch-size 8 --group-size 4 --minibatch-size 16"
+# Name: script, processes, flags besides COMMON.
+CASES = {
+    "ppo": ("ppo_llm", 1, PPO),
+    "ppo-warmup": ("ppo_llm", 1, PPO + " --critic-warmup-iterations 1 --warmup-iterations 3 --no-whiten-advantages"),
+    "ppo-two": ("ppo_llm", 2, PPO + " --missing-eos-penalty 0.5 --critic-model {chat}"),
+    "grpo": ("grpo_llm", 1, GRPO),
+    "grpo-two": ("grpo_llm", 2, GRPO + " --dtype bfloat16"),
+    "rloo": ("grpo_llm", 1, GRPO + " --estimator rloo --kl-reward-coef 0.05 --loss-agg seq-mean-token-sum"),
+    "dr_grpo": ("grpo_llm", 1, GRPO + " --estimator dr_grpo --loss-agg seq-mean-token-sum-norm --kl-loss-coef 0"),
+    "reinforce_pp": ("grpo_llm", 2, GRPO + " --estimator reinforce_pp --kl-reward-coef 0.01 --kl-reward-kind k2"),
+    "sharded": ("ppo_llm_fsdp", 2, PPO),
+    "sharded-rollout": ("ppo_llm_fsdp", 2, PPO + " --rollout-params sharded --offload"),
+    "composed": (COMPOSED, 2, GRPO),
+    "lora": ("ppo_llm", 2, PPO + " --lora-rank 4 --lr 1e-3"),
+    "sharded-lora": ("ppo_llm_fsdp", 2, PPO + " --lora-rank 4 --lr 1e-3"),
+    "chat": ("grpo_llm", 1, GRPO + " --model {chat} --lr 1e-4 --temperature 0.8" + DATA),
+    "epochs": ("ppo_llm", 1, PPO + " --ppo-epochs 2 --gradient-checkpointing --max-grad-norm 0.05"),
+    "losses": ("ppo_llm", 1, PPO + " --entropy-coef 0.01 --kl-loss-coef 0.1 --kl-loss-kind k3 --clip-high 0.01"),
+}
+
+
+def make_chat_model(folder):
+    """The embedded model with a chat template of its own."""
+    shutil.copytree(TINY / "model", folder, dirs_exist_ok=True)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}answer: "
+    (folder / "chat_template.jinja").write_text(template)
+
+
+def compose(folder):
+    """Sharded GRPO, out of the three scripts in the folder."""
+    files = [f"{name}.py" for name in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")]
+    done = subprocess.run(["git", "merge-file", "-p", *files], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"the scripts in {folder} do not compose: {done.returncode} conflict(s)")
+    (folder / f"{COMPOSED}.py").write_text(done.stdout)
+
+
+def lay_out(folder, version):
+    """The scripts of a commit, or of the working tree, beside the embedded task."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in SCRIPTS:
+        if version is None:
+            text = (ROOT / f"{name}.py").read_text()
+        else:
+            command = ["git", "show", f"{version}:{name}.py"]
+            text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        (folder / f"{name}.py").write_text(text)
+    compose(folder)
+    if not (folder / "benchmarks").exists():
+        (folder / "benchmarks").mkdir()
+        (folder / "benchmarks" / "tiny").symlink_to(TINY)
+
+
+def command_of(case, scripts, runs):
+    """(command of a case, a text that tells it from others)"""
+    script, processes, flags = CASES[case]
+    words = shlex.split((COMMON + flags).format(chat=scripts.parent / "chat"))
+    launcher = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_machines", "1"]
+    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    launcher += ["--num_processes", str(processes)] + ["--multi_gpu"] * (processes > 1)
+    program = launcher if processes > 1 else [sys.executable]
+    return [*program, str(scripts / f"{script}.py"), *words, "--output-dir", str(runs), "--run-name", case]
+
+
+def run(case, scripts, runs, again=True):
+    """Trains; processor seconds of all ranks, start and evaluation included. Not again: only if it has not run so."""
+    command, folder = command_of(case, scripts, runs), runs / case
+    done = runs / f"{case}.txt"
+    if not again and done.exists() and done.read_text() == shlex.join(command):
+        return None
+    shutil.rmtree(folder, ignore_errors=True)
+    done.unlink(missing_ok=True)
+    runs.mkdir(parents=True, exist_ok=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    with open(runs / f"{case}.log", "w") as console:
+        process = subprocess.Popen(command, stdout=console, stderr=subprocess.STDOUT, env=env)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{case}: exit code {process.returncode}\n{(runs / f'{case}.log').read_text()[-3000:]}")
+    done.write_text(shlex.join(command))
+    return usage.ru_utime + usage.ru_stime
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def compare(old, new):
+    """(what differs, names that only the old side has, names that only the new one has)"""
+    differences, gone, added = [], set(), set()
+    for before, after in zip(read_lines(old / "metrics.jsonl"), read_lines(new / "metrics.jsonl"), strict=True):
+        timed = {name for name in before.keys() | after.keys() if name.startswith(("time/", "memory/"))}
+        gone |= before.keys() - after.keys() - timed
+        added |= after.keys() - before.keys() - timed
+        for name in sorted((before.keys() & after.keys()) - timed):
+            if before[name] != after[name]:
+                differences.append(f"step {before['step']} {name}: {before[name]!r} became {after[name]!r}")
+    for path in sorted((old / "completions").iterdir()):
+        if read_lines(path) != read_lines(new / "completions" / path.name):
+            differences.append(f"{path.name} has other completions")
+    return differences, sorted(gone), sorted(added)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--version", default=VERSION, help="commit to compare with")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "versions")
+    parser.add_argument("--rounds", type=int, default=0, help="so many turns of both, for their processor seconds")
+    args = parser.parse_args()
+    unknown = set(args.cases) - CASES.keys()
+    if unknown:
+        parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    folder = args.folder.resolve()
+    sides = {"old": folder / args.version, "new": folder / "today"}
+    make_chat_model(folder / "chat")
+    lay_out(sides["old"], args.version)
+    lay_out(sides["new"], None)
+    failed, gone, added = False, set(), set()
+    for case in args.cases or CASES:
+        for side, scripts in sides.items():
+            run(case, scripts, scripts / "runs", again=side == "new")
+        differences, case_gone, case_added = compare(*(scripts / "runs" / case for scripts in sides.values()))
+        gone |= set(case_gone)
+        added |= set(case_added)
+        failed |= bool(differences)
+        print(f"{case}: {'the same' if not differences else f'{len(differences)} differences'}", flush=True)
+        for line in differences[:10]:
+            print(f"    {line}")
+        seconds = {side: [] for side in sides}
+        for _ in range(args.rounds):
+            for side, scripts in sides.items():
+                seconds[side].append(run(case, scripts, scripts / "runs"))
+        if args.rounds:
+            ratios = sorted(new / old for old, new in zip(seconds["old"], seconds["new"]))
+            spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
+            print(f"    processor seconds, today's over the earlier: {statistics.median(ratios):.3f} ({spread})")
+    print(f"only the earlier version logs: {', '.join(sorted(gone)) or 'nothing'}")
+    print(f"only today's logs: {', '.join(sorted(added)) or 'nothing'}")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
