@@ -262,13 +262,7 @@ def main(args: Args):
         f"  run folder {run_dir}{f', from {checkpoint_dir.name}' if checkpoint_dir else ''}"
     )
     progress = tqdm(range(first, args.total_iterations + 1), file=sys.stdout, dynamic_ncols=True)
-    seconds, signals, begin = {}, [], time.perf_counter()
-
-    def clock(name):
-        """Ends a phase: the time since `begin` that no phase has yet is its."""
-        if num_gpus:
-            torch.cuda.synchronize()
-        seconds[f"time/{name}"] = time.perf_counter() - begin - sum(seconds.values())
+    signals = []
 
     def rollout(rows, uniforms, temperature, top_p, top_k):
         """A Response to each row, sampled with its row of uniforms (B,T): for training and evaluation.
@@ -309,7 +303,6 @@ def main(args: Args):
         due = iteration == args.total_iterations or not iteration % (args.eval_every or args.total_iterations)
         if eval_rows and due:
             results, evaluated = evaluate(eval_rows, rollout, reward_function, tokenizer, args, accelerator)
-            clock("eval")
             write_rows(run_dir / f"completions/step_{iteration:06d}.jsonl", completions, accelerator)
             write_rows(run_dir / f"completions/eval_{iteration:06d}.jsonl", evaluated, accelerator)
             metrics |= results
@@ -318,7 +311,6 @@ def main(args: Args):
             if results["eval/score"] > state["best_score"] and args.total_iterations:
                 state["best_score"] = results["eval/score"]
                 save_models(run_dir / "best", trainees, tokenizer, accelerator)
-        metrics |= seconds
         if accelerator.is_main_process:
             with open(run_dir / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"step": iteration} | metrics) + "\n")
@@ -339,7 +331,7 @@ def main(args: Args):
 
     for iteration in progress:
         state["iteration"] = iteration
-        seconds, norms, begin = {}, defaultdict(list), time.perf_counter()
+        started, norms = time.perf_counter(), defaultdict(list)
         trains_actor = iteration > args.critic_warmup_iterations
 
         # 1. Rollout: a response to each of this rank's prompts. Prompts are dealt to ranks like cards, and so is the
@@ -350,14 +342,13 @@ def main(args: Args):
         uniforms = torch.rand(shape, generator=stream, dtype=torch.float64)[rank::world_size]  # [7.3] (B,T)
         responses = rollout(rows, uniforms, args.temperature, args.top_p, args.top_k)
         tokens, mask, rollout_logprobs, row_lengths = to_batch(rows, responses, device)  # (B,L)
-        clock("rollout")
+        rollout_seconds = time.perf_counter() - started
 
         # 2. Reward: one score per response.
         texts, scores = compute_scores(reward_function, tokenizer, rows, responses)
         scores = torch.tensor(scores, device=device)  # [8.1] (B,)
         truncated = torch.tensor([response.truncated for response in responses], device=device)  # (B,)
         scores = scores - args.missing_eos_penalty * truncated
-        clock("reward")
 
         # Cut the batch. minibatch_rows[k]: this rank's rows of minibatch k. minibatches[k]: the same as a list of
         # micro-batches, each an index into (B,L). counts[k]: its tokens and responses on all ranks together, the
@@ -382,11 +373,9 @@ def main(args: Args):
             ref_logprobs = forward_all(reference, minibatches, tokens, mask)
             if lora:
                 model.enable_adapters()
-        clock("logprobs")
 
         # 4. Values of the states before each action.
         values = forward_all(critic, minibatches, tokens, mask)  # (B,L)
-        clock("values")
 
         # 5. Token rewards and advantages.
         kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [4.5] (B,L)
@@ -394,7 +383,6 @@ def main(args: Args):
         advantages, returns = gae(rewards, values, mask, args.gamma, args.lam)  # (B,L)
         if args.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
-        clock("advantages")
 
         factor = schedule(args.lr_schedule, iteration, args.total_iterations, args.warmup_iterations)
 
@@ -425,7 +413,6 @@ def main(args: Args):
                     policy.zero_grad()
                     break
             take_step("policy", args.lr * factor)
-        clock("actor")
 
         # 7. Critic update.
         critic_loss = 0
@@ -437,7 +424,6 @@ def main(args: Args):
                 (loss * world_size).backward()
                 critic_loss += loss.detach()
             take_step("critic", args.critic_lr * factor)
-        clock("critic")
 
         # Log. Every number covers the actions, or the responses, of all ranks: every rank calls `mean` and `std`.
         reference_kl = old_logprobs - ref_logprobs
@@ -469,6 +455,8 @@ def main(args: Args):
             "kl/sequence": mean(reference_kl.sum(1)),
             "kl/coef": kl_controller.coef,
             "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "time/rollout": rollout_seconds,
+            "time/iteration": time.perf_counter() - started,  # without the evaluation and what is saved
             "critic/loss": all_reduce(critic_loss).item() / len(steps),
             "critic/value_mean": mean(values, mask),
             "critic/explained_variance": 1 - std(returns - values, mask) ** 2 / (std(returns, mask) ** 2 + 1e-5),
@@ -485,7 +473,6 @@ def main(args: Args):
         if args.kl_controller == "adaptive" and trains_actor:
             kl_controller.update(metrics["kl/mean"], args.batch_size)
             state["kl_coef"] = kl_controller.coef
-        metrics["time/iteration"] = sum(seconds.values())
         progress.set_postfix({name: metrics.get(name) for name in SHOWN})
         columns = {"prompt": [row["prompt"] for row in rows], "response": texts, "score": scores.tolist()}
         if finish(metrics, columns):
