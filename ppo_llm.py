@@ -43,7 +43,7 @@ import sys
 import time
 import warnings
 import zlib
-from collections import defaultdict, namedtuple
+from collections import namedtuple
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from decimal import Decimal
@@ -62,7 +62,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-# Pid of the launcher, where there is one. If that is killed, its ranks would train on as orphans: `finish` looks.
+# Pid of the launcher, where there is one. If that is killed, its ranks must not train on as orphans.
 PARENT = os.getppid() if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys() else None
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
 KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
@@ -264,45 +264,21 @@ def main(args: Args):
             with nullcontext() if i == len(minibatch) - 1 else accelerator.no_sync(module):  # [7.5]
                 yield mb
 
-    def take_step(name, lr):
-        """Clips the gradient and takes the optimizer step."""
+    def take_step(name, lr, step):
+        """Clips the gradient and takes the optimizer step; returns the norm of the gradient before."""
         trained_model, optimizer = trainees[name]
         optimizer.param_groups[0]["lr"] = lr
         norm = nn.utils.clip_grad_norm_(trained_model.parameters(), args.max_grad_norm).item()
         if not math.isfinite(norm):
-            fail(f"iteration {state['iteration']}, step {len(norms[name]) + 1} of the {name}: gradient norm {norm}")
+            fail(f"iteration {state['iteration']}, step {step} of the {name}: gradient norm {norm}")
         optimizer.step()
         optimizer.zero_grad()
-        norms[name].append(norm)
+        return norm
 
-    def finish(metrics, completions):
-        """Evaluates, logs, saves, whichever is due; true if the run should stop here."""
-        iteration = state["iteration"]
-        if PARENT not in (None, os.getppid()):
-            sys.exit("error: the launcher has gone, so this process ends; go on with --resume")
-        due = iteration == args.total_iterations or not iteration % (args.eval_every or args.total_iterations)
-        if eval_rows and due:
-            results, evaluated = evaluate(eval_rows, rollout, reward_function, tokenizer, args, accelerator)
-            write_rows(run_dir / f"completions/step_{iteration:06d}.jsonl", completions, accelerator)
-            write_rows(run_dir / f"completions/eval_{iteration:06d}.jsonl", evaluated, accelerator)
-            metrics |= results
-            line = f"\riteration {iteration}: eval {results['eval/score']:.3f} greedy, "
-            say(f"{line}{results['eval/score_sampled']:.3f} sampled, length {results['eval/length_mean']:.1f}")
-            if results["eval/score"] > state["best_score"] and args.total_iterations:
-                state["best_score"] = results["eval/score"]
-                save_models(run_dir / "best", trainees, tokenizer, accelerator)
-        if accelerator.is_main_process:
-            with open(run_dir / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"step": iteration} | metrics) + "\n")
-        accelerator.log(metrics, step=iteration)
-        stop = all_reduce(torch.tensor(len(signals), device=device)).item() > 0
-        if iteration and (stop or (args.save_every and not iteration % args.save_every)):
-            path = run_dir / f"checkpoints/step_{iteration:06d}"
-            save_checkpoint(path, trainees, state, args.keep_checkpoints, accelerator)
-        return stop
-
-    if not checkpoint_dir:
-        finish({}, {})
+    if not checkpoint_dir:  # before training
+        metrics = evaluate(0, eval_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
+        log(0, metrics, run_dir, accelerator)
+        state["best_score"] = metrics.get("eval/score", -math.inf)  # only what is better than --model is a best model
     # From here on SIGTERM and Ctrl-C end the run after its iteration, with a checkpoint, if the launcher waits (30 s).
     for number in signal.SIGTERM, signal.SIGINT:
         signal.signal(number, lambda number, _: signals.append(number))
@@ -311,7 +287,7 @@ def main(args: Args):
 
     for iteration in progress:
         state["iteration"] = iteration
-        started, norms = time.perf_counter(), defaultdict(list)
+        started = time.perf_counter()
         trains_actor = iteration > args.critic_warmup_iterations
 
         # 1. Rollout: a response to each of this rank's prompts. Prompts are dealt to ranks like cards, and so is the
@@ -372,7 +348,8 @@ def main(args: Args):
         weights = rollout_weights(old_logprobs, rollout_logprobs, mask, args.is_level, args.is_cap)  # (B,L)
         new_logprobs, entropy = torch.full((2, args.ppo_epochs, *mask.shape), torch.nan, device=device)  # (epochs,B,L)
         actor_loss = torch.zeros((), device=device)
-        for epoch, k in steps if trains_actor else []:
+        actor_norms = []
+        for step, (epoch, k) in enumerate(steps if trains_actor else [], 1):
             for mb in microbatches(minibatches[k], policy):
                 mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
                 mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], *clips)
@@ -392,25 +369,26 @@ def main(args: Args):
                 if all_reduce(kl_penalty(old, new, "k3").nansum()) / counts[k][0] > args.target_kl:
                     policy.zero_grad()
                     break
-            take_step("policy", args.lr * factor)
+            actor_norms.append(take_step("policy", args.lr * factor, step))
 
         # 7. Critic update.
         critic_loss = 0
-        for _, k in steps:
+        critic_norms = []
+        for step, (_, k) in enumerate(steps, 1):
             for mb in microbatches(minibatches[k], critic):
                 mb_values = critic(tokens[mb], mask[mb])  # (b,l)
                 mb_losses = value_loss(mb_values, values[mb], returns[mb], args.value_clip)
                 loss = aggregate(mb_losses, mask[mb], "token-mean", *counts[k], args.max_response_length)
                 (loss * world_size).backward()
                 critic_loss += loss.detach()
-            take_step("critic", args.critic_lr * factor)
+            critic_norms.append(take_step("critic", args.critic_lr * factor, step))
 
         # Log. Every number covers the actions, or the responses, of all ranks: every rank calls `mean` and `std`.
         reference_kl = old_logprobs - ref_logprobs
         computed = mask & ~new_logprobs.isnan()  # (epochs,B,L), with the minibatch that --target-kl stopped at
         ratio = torch.where(computed, (new_logprobs - old_logprobs).exp(), 0)
         # Sampler against training pass in the first step, before anything moved: what catches a shift.
-        first_rows, actor_steps = minibatch_rows[steps[0][1]], max(1, len(norms["policy"]))
+        first_rows, actor_steps = minibatch_rows[steps[0][1]], max(1, len(actor_norms))
         logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
         actor_metrics = {
             "actor/loss": all_reduce(actor_loss).item() / actor_steps,
@@ -419,7 +397,7 @@ def main(args: Args):
             "actor/ratio_mean": mean(ratio, computed),
             "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
             "actor/entropy": mean(entropy, computed),
-            "actor/grad_norm": sum(norms["policy"]) / actor_steps,
+            "actor/grad_norm": sum(actor_norms) / actor_steps,
             "actor/lr": args.lr * factor,
             "rollout/logprob_diff": logprob_diff,
         }
@@ -440,7 +418,7 @@ def main(args: Args):
             "critic/loss": all_reduce(critic_loss).item() / len(steps),
             "critic/value_mean": mean(values, mask),
             "critic/explained_variance": 1 - std(returns - values, mask) ** 2 / (std(returns, mask) ** 2 + 1e-5),
-            "critic/grad_norm": sum(norms["critic"]) / len(steps),
+            "critic/grad_norm": sum(critic_norms) / len(steps),
             "critic/lr": args.critic_lr * factor,
         }
         metrics |= actor_metrics if trains_actor else {}
@@ -453,9 +431,25 @@ def main(args: Args):
         if args.kl_controller == "adaptive" and trains_actor:
             kl_controller.update(metrics["kl/mean"], args.batch_size)
             state["kl_coef"] = kl_controller.coef
+
+        # Evaluate, log, save, stop.
+        if PARENT not in (None, os.getppid()):
+            sys.exit("error: the launcher has gone, so this process ends; go on with --resume")
+        is_last = iteration == args.total_iterations
+        if is_last or (args.eval_every and iteration % args.eval_every == 0):
+            columns = {"prompt": [row["prompt"] for row in rows], "response": texts, "score": scores.tolist()}
+            write_rows(run_dir / f"completions/step_{iteration:06d}.jsonl", columns, accelerator)
+            metrics |= evaluate(iteration, eval_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
+            if metrics.get("eval/score", -math.inf) > state["best_score"]:
+                state["best_score"] = metrics["eval/score"]
+                save_models(run_dir / "best", trainees, tokenizer, accelerator)
         progress.set_postfix({name: metrics.get(name) for name in SHOWN})
-        columns = {"prompt": [row["prompt"] for row in rows], "response": texts, "score": scores.tolist()}
-        if finish(metrics, columns):
+        log(iteration, metrics, run_dir, accelerator)
+        stop = all_reduce(torch.tensor(len(signals), device=device)).item() > 0
+        if stop or (args.save_every and iteration % args.save_every == 0):
+            path = run_dir / f"checkpoints/step_{iteration:06d}"
+            save_checkpoint(path, trainees, state, args.keep_checkpoints, accelerator)
+        if stop:
             break
 
     progress.close()
@@ -463,7 +457,7 @@ def main(args: Args):
         say(f"stopped after iteration {state['iteration']}; --resume auto --run-name {run_dir.name} goes on")
     elif args.total_iterations:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
-        say(f"saved {run_dir}/final{' and best' if eval_rows else ''}\n  plot  python benchmarks/plot.py {run_dir}")
+        say(f"saved {run_dir}/final\n  plot  python benchmarks/plot.py {run_dir}")
     # torch waits for gloo's threads while it holds the lock (GIL) that they need to end: without the pause a run that
     # had saved everything now and then never ended (pytorch issue 56297).
     time.sleep(0.5)
@@ -968,11 +962,13 @@ def compute_scores(reward_function, tokenizer, rows, responses):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def evaluate(rows, rollout, reward_function, tokenizer, args, accelerator):
-    """Scores every row once greedily and once sampled at temperature 1: (metrics of all ranks, this one's completions).
+def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args, accelerator):
+    """Scores every row once greedily and once sampled at temperature 1: the metrics; writes the completions.
 
     A row's noise is always the same, so that evaluations differ by the model alone. The length is that of sampled ones.
     """
+    if not rows:
+        return {}
     stream, own = random_stream("eval", args.seed), slice(accelerator.process_index, None, accelerator.num_processes)
     uniforms = torch.rand(len(rows), args.max_response_length, generator=stream, dtype=torch.float64)[own]
     rows, metrics = rows[own], {}
@@ -984,7 +980,18 @@ def evaluate(rows, rollout, reward_function, tokenizer, args, accelerator):
         metrics[f"eval/{score}"] = mean(torch.tensor(scores, device=accelerator.device))
         metrics["eval/length_mean"] = mean(torch.tensor([len(x.ids) for x in responses], device=accelerator.device))
         completions |= {response: texts, score: scores}
-    return metrics, completions
+    write_rows(run_dir / f"completions/eval_{iteration:06d}.jsonl", completions, accelerator)
+    line = f"\riteration {iteration}: eval {metrics['eval/score']:.3f} greedy, "
+    accelerator.print(f"{line}{metrics['eval/score_sampled']:.3f} sampled, length {metrics['eval/length_mean']:.1f}")
+    return metrics
+
+
+def log(step, metrics, run_dir, accelerator):
+    """A line of metrics.jsonl, and the tracker's; every rank may call it."""
+    if accelerator.is_main_process:
+        with open(run_dir / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": step} | metrics) + "\n")
+    accelerator.log(metrics, step=step)
 
 
 def fail(sentence, alone=False):
