@@ -114,9 +114,6 @@ class Args:
     top_p: float = 1.0  # sample from the smallest set of tokens with this probability; below 1 the ratio is biased
     top_k: int = 0  # sample from the k likeliest tokens (0: all); otherwise the ratio is biased
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
-    old_logprobs: Literal["recompute", "rollout", "corrected"] = "recompute"  # of a pass, or the sampler's: phases 3, 6
-    is_level: Literal["token", "sequence"] = "token"  # corrected: importance weights of tokens or of whole responses
-    is_cap: float = 2.0  # of corrected: weights are cut down to this
 
     # Update
     total_iterations: int = 100  # iterations of rollout and update; 0: evaluate only
@@ -337,11 +334,9 @@ def main(args: Args):
         orders = torch.rand(args.ppo_epochs, num_minibatches, generator=stream).argsort().tolist()
         steps = [(epoch, k) for epoch, order in enumerate(orders) for k in order]  # [3.7]
 
-        # 3. Log-probs of the policy that sampled and of the reference, by the same forward pass as in training; only
-        # with --old-logprobs rollout the sampler's own. corrected: phase 6 weights losses by the ratio of both.
-        old_logprobs = rollout_logprobs  # [6.2] (B,L)
-        if args.old_logprobs != "rollout":
-            old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1]
+        # 3. Log-probs of the policy that sampled and of the reference, by the forward pass of training: the sampler's own
+        # differ from it by rounding.
+        old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
         ref_logprobs = old_logprobs  # without a reference every KL is 0
         if use_reference:
             if lora:
@@ -365,7 +360,6 @@ def main(args: Args):
         # 6. Actor update. new_logprobs and entropy keep what each epoch computed, for the log and --target-kl; NaN is
         # where nothing was: beyond the longest row of a micro-batch, and after --target-kl has stopped.
         clips = args.clip_low, args.clip_high, args.dual_clip
-        weights = rollout_weights(old_logprobs, rollout_logprobs, mask, args.is_level, args.is_cap)  # (B,L)
         new_logprobs, entropy = torch.full((2, args.ppo_epochs, *mask.shape), torch.nan, device=device)  # (epochs,B,L)
         actor_loss = torch.zeros((), device=device)
         actor_norms = []
@@ -373,8 +367,6 @@ def main(args: Args):
             for mb in microbatches(minibatches[k], policy):
                 mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
                 mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], *clips)
-                if args.old_logprobs == "corrected":
-                    mb_losses = mb_losses * weights[mb]
                 if args.entropy_coef:
                     mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.8]
                 if args.kl_loss_coef:
@@ -445,9 +437,6 @@ def main(args: Args):
         is_first = iteration == max(first, args.critic_warmup_iterations + 1)
         if is_first and args.top_p == 1 and args.top_k == 0 and logprob_diff > (0.1 if bf16 else 1e-2):
             fail(f"sampler and training pass differ by {logprob_diff:.2g}: wrong mask, or transformed logits")
-        if args.old_logprobs == "corrected":
-            metrics["rollout/weight_mean"] = weight = mean(weights, mask)
-            metrics["rollout/ess"] = weight**2 / mean(weights.square(), mask)  # as a share of the tokens
         if args.kl_controller == "adaptive" and trains_actor:
             kl_controller.update(metrics["kl/mean"], args.batch_size)
             state["kl_coef"] = kl_controller.coef
@@ -616,17 +605,6 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
     sums = losses.sum(1)  # (B,)
     per_sequence = {"mean": masked_mean(losses, mask, 1), "sum": sums, "norm": sums / max_response_length}
     return per_sequence[mode.split("-")[-1]].sum() / max(num_sequences, 1)  # of seq-mean-token-mean, ...
-
-
-def rollout_weights(old_logprobs, rollout_logprobs, mask, level, cap):
-    """Truncated importance weights pi_old / pi_rollout (B,T), at most `cap`, for a sampler that is not quite pi_old.
-
-    level token: of every token; sequence: of the whole response, at each of its tokens. Detached, 0 outside the mask.
-    """
-    log_ratio = torch.where(mask, old_logprobs - rollout_logprobs, 0).detach()
-    if level == "sequence":  # [6.5]
-        log_ratio = log_ratio.sum(1, keepdim=True)
-    return torch.where(mask, log_ratio.clamp(-20, 20).exp().clamp(max=cap), 0)
 
 
 class AdaptiveKL:
