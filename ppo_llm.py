@@ -91,7 +91,6 @@ class Args:
     max_prompt_length: int = 512  # in tokens; longer prompts are left out
     max_response_length: int = 512  # in tokens; a response without an EOS by then is truncated
     reward: str = "gsm8k"  # gsm8k (number after the last ####), exact, or file.py:function(prompts, responses, answers)
-    reward_model: str | None = None  # sequence classifier with one label whose score is the reward instead
 
     # Rollout
     batch_size: int = 256  # prompts per iteration
@@ -192,7 +191,7 @@ def main(args: Args):
     if not train_rows:
         fail(f"--dataset {args.dataset!r} has no train split")
     eval_rows = eval_rows[: args.eval_rows]
-    reward_function = load_reward_model(args.reward_model, device) if args.reward_model else load_reward(args.reward)
+    reward_function = load_reward(args.reward)
 
     def wrap(module):
         """DDP around a module that is trained; a frozen one is moved to the device alone."""
@@ -314,8 +313,8 @@ def main(args: Args):
         orders = torch.rand(args.ppo_epochs, num_minibatches, generator=stream).argsort().tolist()
         steps = [(epoch, k) for epoch, order in enumerate(orders) for k in order]  # [3.7]
 
-        # 3. Log-probs of the policy that sampled and of the reference, by the forward pass of training: the sampler's own
-        # differ from it by rounding.
+        # 3. Log-probs of the policy that sampled and of the reference, by the forward pass of training; the
+        # sampler's differ from these by rounding.
         old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
         ref_logprobs = old_logprobs  # without a reference every KL is 0
         if use_reference:
@@ -683,27 +682,6 @@ class Critic(nn.Module):  # [1.9]
         return torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, values)
 
 
-def load_reward_model(name, device):
-    """--reward-model as a reward function: the score that a sequence classifier with one label gives to a response.
-
-    It sees the chat through the chat template of its own tokenizer or, if that has none, prompt and response as text.
-    Rows go one by one: padding would have to be what the classifier was trained with.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = load_model(name, transformers.AutoModelForSequenceClassification).eval().to(device)
-
-    @torch.no_grad()
-    def reward_model(prompts, responses, answers, messages):
-        texts = [prompt + response for prompt, response in zip(prompts, responses)]
-        if tokenizer.chat_template:
-            chats = [[*chat, {"role": "assistant", "content": text}] for chat, text in zip(messages, responses)]
-            texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
-        encoded = tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-        return [model(torch.tensor([ids], device=device)).logits.item() for ids in encoded]
-
-    return reward_model
-
-
 def collect_eos_ids(model, tokenizer):
     """Sorted union of the EOS ids of tokenizer, config and generation config: any of them ends a response."""
     sources = tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id
@@ -867,15 +845,15 @@ def load_prompts(source, split, args, tokenizer):
     answer_column = args.answer_column or next((c for c in ("answer", "solution", "reward_model") if c in names), None)
     if missing := {prompt_column, answer_column} - {*names, None}:
         fail(f"{source}: no column {missing.pop()}; --prompt-column and --answer-column can name {', '.join(names)}")
-    use_chat, rule = tokenizer.chat_template and args.chat_template != "none", args.reward_model or args.reward
+    use_chat = tokenizer.chat_template and args.chat_template != "none"
     for number, columns in enumerate(table.to_list(), 1):
         prompt, answer = columns[prompt_column], columns.get(answer_column)
         answer = answer["ground_truth"] if isinstance(answer, dict) else answer  # verl's column reward_model
-        gold = {"gsm8k": gsm8k_number(f"####{answer}"), "exact": answer}.get(rule, 0)
+        gold = {"gsm8k": gsm8k_number(f"####{answer}"), "exact": answer}.get(args.reward, 0)
         if gold is None:
             fail(f"{source}, row {number}: --reward {args.reward} needs a reference answer, this is {answer!r}")
         if isinstance(prompt, str):
-            asks = use_chat and rule == "gsm8k" and "####" not in prompt
+            asks = use_chat and args.reward == "gsm8k" and "####" not in prompt
             prompt = [{"role": "user", "content": prompt + GSM8K_REQUEST if asks else prompt}]
         text = "\n".join(message["content"] for message in prompt)
         if use_chat:  # the template writes the BOS itself

@@ -25,7 +25,7 @@ on this process. A prompt of three tokens p, a response of two, a and the EOS e,
 Sharded: each process holds 1/n of every parameter, gradient and optimizer state. A block of layers is gathered from all
 processes just before it runs and freed right after; its gradient is averaged over them and cut into shards again (ZeRO
 stage 3, 1910.02054, by torch's fully_shard). So every forward pass is a collective: all processes run equally many, in
-the same order. Only a --reward-model is whole on every process.
+the same order.
 
 Order of the file: flags; `main`, the algorithm; mathematics, models, sampling, data and rewards, evaluation and files.
 
@@ -105,7 +105,6 @@ class Args:
     max_prompt_length: int = 512  # in tokens; longer prompts are left out
     max_response_length: int = 512  # in tokens; a response without an EOS by then is truncated
     reward: str = "gsm8k"  # gsm8k (number after the last ####), exact, or file.py:function(prompts, responses, answers)
-    reward_model: str | None = None  # sequence classifier with one label whose score is the reward instead
 
     # Rollout
     batch_size: int = 256  # prompts per iteration
@@ -212,7 +211,7 @@ def main(args: Args):
     if not train_rows:
         fail(f"--dataset {args.dataset!r} has no train split")
     eval_rows = eval_rows[: args.eval_rows]
-    reward_function = load_reward_model(args.reward_model, device) if args.reward_model else load_reward(args.reward)
+    reward_function = load_reward(args.reward)
 
     def wrap(module):
         """Shards a module, trained or frozen."""
@@ -334,8 +333,8 @@ def main(args: Args):
         orders = torch.rand(args.ppo_epochs, num_minibatches, generator=stream).argsort().tolist()
         steps = [(epoch, k) for epoch, order in enumerate(orders) for k in order]  # [3.7]
 
-        # 3. Log-probs of the policy that sampled and of the reference, by the forward pass of training: the sampler's own
-        # differ from it by rounding.
+        # 3. Log-probs of the policy that sampled and of the reference, by the forward pass of training; the
+        # sampler's differ from these by rounding.
         old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
         ref_logprobs = old_logprobs  # without a reference every KL is 0
         if use_reference:
@@ -634,11 +633,11 @@ def schedule(kind, iteration, total_iterations, warmup_iterations):
 def load_model(name, auto_class, new_head=(), **config_options):
     """A model in float32 without dropout; only safetensors, no remote code. Weights that the files lack are refused,
     save those whose names begin with one of `new_head`: these become zero. Rank 0 alone reads the weights, and `shard`
-    deals them out: elsewhere they are on `meta`, except for a reward model, which stays whole."""
+    deals them out: elsewhere they are on `meta`."""
     config = AutoConfig.from_pretrained(name, **config_options)
     # With dropout two passes of the same weights would differ.
     config.update({k: 0.0 for k, value in config.to_dict().items() if "drop" in k and isinstance(value, float)})
-    if dist.get_rank() > 0 and auto_class is not transformers.AutoModelForSequenceClassification:
+    if dist.get_rank() > 0:
         with init_empty_weights(include_buffers=False):
             model = auto_class.from_config(config, dtype=torch.float32)
         model.tie_weights()
@@ -707,27 +706,6 @@ class Critic(nn.Module):  # [1.9]
         with torch.autocast(hidden.device.type, enabled=False):  # a value in bf16 would have two or three digits
             values = getattr(self.model, self.head_name)(hidden.float()).squeeze(-1)
         return torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, values)
-
-
-def load_reward_model(name, device):
-    """--reward-model as a reward function: the score that a sequence classifier with one label gives to a response.
-
-    It sees the chat through the chat template of its own tokenizer or, if that has none, prompt and response as text.
-    Rows go one by one: padding would have to be what the classifier was trained with.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = load_model(name, transformers.AutoModelForSequenceClassification).eval().to(device)
-
-    @torch.no_grad()
-    def reward_model(prompts, responses, answers, messages):
-        texts = [prompt + response for prompt, response in zip(prompts, responses)]
-        if tokenizer.chat_template:
-            chats = [[*chat, {"role": "assistant", "content": text}] for chat, text in zip(messages, responses)]
-            texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
-        encoded = tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-        return [model(torch.tensor([ids], device=device)).logits.item() for ids in encoded]
-
-    return reward_model
 
 
 def collect_eos_ids(model, tokenizer):
@@ -955,15 +933,15 @@ def load_prompts(source, split, args, tokenizer):
     answer_column = args.answer_column or next((c for c in ("answer", "solution", "reward_model") if c in names), None)
     if missing := {prompt_column, answer_column} - {*names, None}:
         fail(f"{source}: no column {missing.pop()}; --prompt-column and --answer-column can name {', '.join(names)}")
-    use_chat, rule = tokenizer.chat_template and args.chat_template != "none", args.reward_model or args.reward
+    use_chat = tokenizer.chat_template and args.chat_template != "none"
     for number, columns in enumerate(table.to_list(), 1):
         prompt, answer = columns[prompt_column], columns.get(answer_column)
         answer = answer["ground_truth"] if isinstance(answer, dict) else answer  # verl's column reward_model
-        gold = {"gsm8k": gsm8k_number(f"####{answer}"), "exact": answer}.get(rule, 0)
+        gold = {"gsm8k": gsm8k_number(f"####{answer}"), "exact": answer}.get(args.reward, 0)
         if gold is None:
             fail(f"{source}, row {number}: --reward {args.reward} needs a reference answer, this is {answer!r}")
         if isinstance(prompt, str):
-            asks = use_chat and rule == "gsm8k" and "####" not in prompt
+            asks = use_chat and args.reward == "gsm8k" and "####" not in prompt
             prompt = [{"role": "user", "content": prompt + GSM8K_REQUEST if asks else prompt}]
         text = "\n".join(message["content"] for message in prompt)
         if use_chat:  # the template writes the BOS itself
