@@ -128,9 +128,6 @@ class Args:
     # KL to the reference, the model as it was at the start
     kl_reward_coef: float = 0.001  # weight of the KL penalty in the token rewards
     kl_reward_kind: KLKind = "k1"  # its estimator
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive: the KL is kept at --kl-target
-    kl_target: float = 0.05  # token mean of the KL that the adaptive controller aims at
-    kl_horizon: float = 1000.0  # responses over which it acts; keep it above 0.2 times those of an iteration
     kl_loss_coef: float = 0.0  # weight of the KL in the actor loss
     kl_loss_kind: KLKind = "k3"  # its estimator (k1 has zero expected gradient here)
 
@@ -220,7 +217,6 @@ def main(args: Args):
     state = {"iteration": 0, "best_score": -math.inf}
     if checkpoint_dir:
         state |= load_checkpoint(checkpoint_dir, trainees)
-    kl_controller = AdaptiveKL(state.get("kl_coef", args.kl_reward_coef), args.kl_target, args.kl_horizon)
     first, eos_ids = state["iteration"] + 1, collect_eos_ids(model, tokenizer)
     open_run(run_dir, args, first if checkpoint_dir else 0, accelerator)
 
@@ -329,7 +325,7 @@ def main(args: Args):
 
         # 5. Token rewards and advantages.
         kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [4.5] (B,L)
-        rewards = place_scores(scores, mask) - kl_controller.coef * kl  # (B,L)
+        rewards = place_scores(scores, mask) - args.kl_reward_coef * kl  # (B,L)
         advantages, returns = gae(rewards, values, mask, args.gamma, args.lam)  # (B,L)
         if args.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
@@ -402,7 +398,6 @@ def main(args: Args):
             "response/truncated_frac": mean(truncated),
             "kl/mean": mean(reference_kl, mask),
             "kl/sequence": mean(reference_kl.sum(1)),
-            "kl/coef": kl_controller.coef,
             "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "time/rollout": rollout_seconds,
             "time/iteration": time.perf_counter() - started,  # without the evaluation and what is saved
@@ -416,9 +411,6 @@ def main(args: Args):
         is_first = iteration == max(first, args.critic_warmup_iterations + 1)
         if is_first and args.top_p == 1 and args.top_k == 0 and logprob_diff > (0.1 if bf16 else 1e-2):
             fail(f"sampler and training pass differ by {logprob_diff:.2g}: wrong mask, or transformed logits")
-        if args.kl_controller == "adaptive" and trains_actor:
-            kl_controller.update(metrics["kl/mean"], args.batch_size)
-            state["kl_coef"] = kl_controller.coef
 
         # Evaluate, log, save, stop.
         if PARENT not in (None, os.getppid()):
@@ -584,17 +576,6 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
     sums = losses.sum(1)  # (B,)
     per_sequence = {"mean": masked_mean(losses, mask, 1), "sum": sums, "norm": sums / max_response_length}
     return per_sequence[mode.split("-")[-1]].sum() / max(num_sequences, 1)  # of seq-mean-token-mean, ...
-
-
-class AdaptiveKL:
-    """Proportional controller of the KL coefficient (1909.08593, section 2.2): up when the KL is above the target."""
-
-    def __init__(self, coef, target, horizon):
-        self.coef, self.target, self.horizon = coef, target, horizon
-
-    def update(self, kl, n):
-        """kl: token mean (k1) of the batch; n: its responses. From 5 horizons on `coef` could fall to 0 or below."""
-        self.coef *= 1 + max(-0.2, min(0.2, kl / self.target - 1)) * n / self.horizon  # [4.8]
 
 
 def schedule(kind, iteration, total_iterations, warmup_iterations):
