@@ -96,8 +96,6 @@ class Args:
     batch_size: int = 256  # prompts per iteration
     rollout_batch_size: int = 128  # responses sampled at a time on each device: bounds the KV cache, changes no result
     temperature: float = 1.0  # divides the logits in sampling and in every log-prob
-    top_p: float = 1.0  # sample from the smallest set of tokens with this probability; below 1 the ratio is biased
-    top_k: int = 0  # sample from the k likeliest tokens (0: all); otherwise the ratio is biased
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
 
     # Update
@@ -236,7 +234,7 @@ def main(args: Args):
     progress = tqdm(range(first, args.total_iterations + 1), file=sys.stdout, dynamic_ncols=True)
     signals = []
 
-    def rollout(rows, uniforms, temperature, top_p, top_k):
+    def rollout(rows, uniforms, temperature):
         """A Response to each row, sampled with its row of uniforms (B,T): for training and evaluation.
 
         What an environment adds, or a second turn, goes in here: append to the prompts, `generate` again, and return
@@ -246,7 +244,7 @@ def main(args: Args):
         with accelerator.autocast():
             for part in torch.arange(len(rows)).split(args.rollout_batch_size) if rows else []:
                 prompts = [rows[i]["input_ids"] for i in part]
-                responses += generate(model, prompts, uniforms[part].to(device), eos_ids, temperature, top_p, top_k)
+                responses += generate(model, prompts, uniforms[part].to(device), eos_ids, temperature)
         return responses
 
     def microbatches(minibatch, module):
@@ -288,7 +286,7 @@ def main(args: Args):
         rows = draw_prompts(train_rows, start, args.batch_size, args.seed)[rank::world_size]  # [7.2]
         stream, shape = random_stream("rollout", args.seed, iteration), (args.batch_size, args.max_response_length)
         uniforms = torch.rand(shape, generator=stream, dtype=torch.float64)[rank::world_size]  # [7.3] (B,T)
-        responses = rollout(rows, uniforms, args.temperature, args.top_p, args.top_k)
+        responses = rollout(rows, uniforms, args.temperature)
         tokens, mask, rollout_logprobs, row_lengths = to_batch(rows, responses, device)  # (B,L)
         rollout_seconds = time.perf_counter() - started
 
@@ -409,7 +407,7 @@ def main(args: Args):
         }
         metrics |= actor_metrics if trains_actor else {}
         is_first = iteration == max(first, args.critic_warmup_iterations + 1)
-        if is_first and args.top_p == 1 and args.top_k == 0 and logprob_diff > (0.1 if bf16 else 1e-2):
+        if is_first and logprob_diff > (0.1 if bf16 else 1e-2):
             fail(f"sampler and training pass differ by {logprob_diff:.2g}: wrong mask, or transformed logits")
 
         # Evaluate, log, save, stop.
@@ -691,19 +689,14 @@ def draw_prompts(rows, start, count, seed):
     return [rows[i] for i in order[first : first + count]]
 
 
-def sample_tokens(logits, uniforms, temperature, top_p, top_k):
+def sample_tokens(logits, uniforms, temperature):
     """logits (B,V), uniforms (B,) in [0,1) -> tokens (B,), logprobs (B,): the inverse of the cumulative distribution.
 
-    logprobs are of the distribution sampled from, top-p and top-k included; top_k 1 is greedy.
+    Temperature 0 is greedy: the likeliest token, with log-prob 0.
     """
-    logits = logits.float() / temperature
-    if top_k:
-        logits = torch.full_like(logits, -torch.inf).scatter(-1, *logits.topk(top_k)[::-1])  # k of equal ones, too
-    if top_p < 1:
-        probs, order = logits.softmax(-1).sort(-1, descending=True)
-        beyond = probs.cumsum(-1) - probs >= top_p  # the likeliest token always stays
-        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
-    logprobs = logits.log_softmax(-1)
+    if temperature == 0:
+        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
+    logprobs = (logits.float() / temperature).log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)  # fp32 would lose the rare tokens of a large vocabulary
     tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
     tokens = tokens.clamp(max=logits.shape[-1] - 1)  # (B,1)
@@ -711,7 +704,7 @@ def sample_tokens(logits, uniforms, temperature, top_p, top_k):
 
 
 @torch.no_grad()
-def generate(model, prompts, uniforms, eos_ids, temperature, top_p, top_k):
+def generate(model, prompts, uniforms, eos_ids, temperature):
     """Samples a Response to each of the B prompts (lists of ids) with a KV cache.
 
     uniforms (B,T) in [0,1), one per row and step: what a row becomes depends on its own noise alone, not on the process
@@ -730,7 +723,7 @@ def generate(model, prompts, uniforms, eos_ids, temperature, top_p, top_k):
     for t in range(uniforms.shape[1]):
         positions = (attention_mask.cumsum(1) - 1)[:, -inputs.shape[1] :].clamp(min=0)
         output = model(inputs.clamp(min=0), attention_mask=attention_mask, position_ids=positions, **options)
-        new, new_logprobs = sample_tokens(output.logits[:, -1], uniforms[slots, t], temperature, top_p, top_k)  # (b,)
+        new, new_logprobs = sample_tokens(output.logits[:, -1], uniforms[slots, t], temperature)  # (b,)
         tokens[slots, t], logprobs[slots, t] = new, new_logprobs
         alive = alive & ~torch.isin(new, eos)
         num_alive = int(alive.sum())
@@ -910,8 +903,8 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
     uniforms = torch.rand(len(rows), args.max_response_length, generator=stream, dtype=torch.float64)[own]
     rows, metrics = rows[own], {}
     completions = {"prompt": [row["prompt"] for row in rows], "answer": [row["answer"] for row in rows]}
-    for score, response, top_k in ("score", "response", 1), ("score_sampled", "response_sampled", 0):
-        responses = rollout(rows, uniforms, 1.0, 1.0, top_k)
+    for score, response, temperature in ("score", "response", 0), ("score_sampled", "response_sampled", 1):
+        responses = rollout(rows, uniforms, temperature)
         # A rank may have no row, yet it takes part in the means.
         texts, scores = compute_scores(reward_function, tokenizer, rows, responses) if rows else ([], [])
         metrics[f"eval/{score}"] = mean(torch.tensor(scores, device=accelerator.device))

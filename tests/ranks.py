@@ -158,7 +158,7 @@ def fixed_responses(algo, group_size):
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
-    def generate(model, prompts, uniforms, eos_ids, temperature, top_p, top_k):
+    def generate(model, prompts, uniforms, eos_ids, temperature):
         responses, width = [], uniforms.shape[1]
         for i in range(len(prompts)):
             place = rank + i // group_size * world

@@ -442,7 +442,7 @@ def test_calculate(variant):
 def scripted(algo, tokenizer, legs):
     """In place of `generate`: row by row what `legs` says, cut off at a stop id, as sampled with log-prob 0."""
 
-    def generate(model, prompts, uniforms, eos_ids, temperature, top_p, top_k):
+    def generate(model, prompts, uniforms, eos_ids, temperature):
         responses = []
         for ids in prompts:
             text = tokenizer.decode(ids)
