@@ -119,7 +119,6 @@ class Args:
     microbatch_tokens: int = 2048  # padded tokens per forward pass on each device: bounds memory, changes no result
     lr: float = 1e-6  # of the actor
     critic_lr: float = 1e-5  # of the critic
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how learning rates fall to 0 over the run
     warmup_iterations: int = 0  # iterations in which learning rates rise from 0
     critic_warmup_iterations: int = 0  # first iterations in which only the critic is trained
     weight_decay: float = 0.0  # of AdamW
@@ -348,7 +347,7 @@ def main(args: Args):
         if args.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
 
-        factor = schedule(args.lr_schedule, iteration, args.total_iterations, args.warmup_iterations)
+        warmup = min(1.0, iteration / max(1, args.warmup_iterations))
 
         # 6. Actor update. new_logprobs and entropy keep what each epoch computed, for the log and --target-kl; NaN is
         # where nothing was: beyond the longest row of a micro-batch, and after --target-kl has stopped.
@@ -374,7 +373,7 @@ def main(args: Args):
                 if all_reduce(kl_penalty(old, new, "k3").nansum()) / counts[k][0] > args.target_kl:
                     policy.zero_grad()
                     break
-            actor_norms.append(take_step("policy", args.lr * factor, step))
+            actor_norms.append(take_step("policy", args.lr * warmup, step))
 
         # 7. Critic update.
         critic_loss = 0
@@ -386,7 +385,7 @@ def main(args: Args):
                 loss = aggregate(mb_losses, mask[mb], "token-mean", *counts[k], args.max_response_length)
                 (loss * world_size).backward()
                 critic_loss += loss.detach()
-            critic_norms.append(take_step("critic", args.critic_lr * factor, step))
+            critic_norms.append(take_step("critic", args.critic_lr * warmup, step))
 
         # Log. Every number covers the actions, or the responses, of all ranks: every rank calls `mean` and `std`.
         reference_kl = old_logprobs - ref_logprobs
@@ -403,7 +402,7 @@ def main(args: Args):
             "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
             "actor/entropy": mean(entropy, computed),
             "actor/grad_norm": sum(actor_norms) / actor_steps,
-            "actor/lr": args.lr * factor,
+            "actor/lr": args.lr * warmup,
             "rollout/logprob_diff": logprob_diff,
         }
         metrics = {
@@ -423,7 +422,7 @@ def main(args: Args):
             "critic/value_mean": mean(values, mask),
             "critic/explained_variance": 1 - std(returns - values, mask) ** 2 / (std(returns, mask) ** 2 + 1e-5),
             "critic/grad_norm": sum(critic_norms) / len(steps),
-            "critic/lr": args.critic_lr * factor,
+            "critic/lr": args.critic_lr * warmup,
         }
         metrics |= actor_metrics if trains_actor else {}
         is_first = iteration == max(first, args.critic_warmup_iterations + 1)
@@ -594,14 +593,6 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
     sums = losses.sum(1)  # (B,)
     per_sequence = {"mean": masked_mean(losses, mask, 1), "sum": sums, "norm": sums / max_response_length}
     return per_sequence[mode.split("-")[-1]].sum() / max(num_sequences, 1)  # of seq-mean-token-mean, ...
-
-
-def schedule(kind, iteration, total_iterations, warmup_iterations):
-    """Factor on the learning rates in iteration 1, 2, ...: linear warm-up, then constant or falling towards 0."""
-    if iteration <= warmup_iterations:
-        return iteration / warmup_iterations
-    progress = (iteration - 1 - warmup_iterations) / max(1, total_iterations - warmup_iterations)
-    return {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[kind]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
