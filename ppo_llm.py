@@ -111,7 +111,6 @@ class Args:
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
     clip_low: float = 0.2  # the ratio is clipped below 1 - this
     clip_high: float = 0.2  # the ratio is clipped above 1 + this
-    dual_clip: float | None = None  # caps the loss of a bad token at this (> 1) times |A|; 3 is usual
     value_clip: float | None = None  # keep new values this close to the old ones in the critic loss
     entropy_coef: float = 0.0  # weight of the entropy bonus
     loss_agg: LossAgg = "token-mean"  # how token losses (policy, KL, entropy) become one number
@@ -331,7 +330,7 @@ def main(args: Args):
 
         # 6. Actor update. new_logprobs and entropy keep what each epoch computed, for the log and --target-kl; NaN is
         # where nothing was: beyond the longest row of a micro-batch, and after --target-kl has stopped.
-        clips = args.clip_low, args.clip_high, args.dual_clip
+        clips = args.clip_low, args.clip_high
         new_logprobs, entropy = torch.full((2, args.ppo_epochs, *mask.shape), torch.nan, device=device)  # (epochs,B,L)
         actor_loss = torch.zeros((), device=device)
         actor_norms = []
@@ -537,19 +536,14 @@ def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     return kinds[kind]
 
 
-def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high, dual_clip=None):
+def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
     """Clipped surrogate (1707.06347, eq. 7), any shape: (losses to be minimised, where the clip takes the gradient).
 
-    dual_clip c > 1 (1912.09729): where the advantage is negative the loss is at most c*|A|. The log-ratio is clamped to
-    +-20 so that exp stays finite.
+    The log-ratio is clamped to +-20 so that exp stays finite.
     """
     ratio = (logprobs - old_logprobs).clamp(-20.0, 20.0).exp()  # [3.12]
     unclipped, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses, clipped = torch.maximum(unclipped, bounded), bounded > unclipped  # [3.3]
-    if dual_clip is not None:  # [3.11]
-        capped = (advantages < 0) & (losses > -advantages * dual_clip)
-        losses, clipped = torch.where(capped, -advantages * dual_clip, losses), clipped | capped
-    return losses, clipped
+    return torch.maximum(unclipped, bounded), bounded > unclipped  # [3.3]
 
 
 def value_loss(values, old_values, returns, value_clip=None):  # [2.8]
