@@ -74,7 +74,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 # Pid of the launcher, where there is one. If that is killed, its ranks must not train on as orphans.
 PARENT = os.getppid() if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys() else None
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
-KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
+KLKind = Literal["k1", "k2", "k3"]
 NOT_SAMPLED = math.inf  # stands for the log-prob of a token the policy did not sample: no action, see `to_batch`
 SHOWN = "reward/mean", "kl/mean", "response/length_mean", "rollout/logprob_diff", "time/iteration"  # on the console
 LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -543,17 +543,17 @@ def gae(rewards, values, mask, gamma, lam):
 def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     """Per-token estimate of KL(pi || pi_ref) from tokens sampled by pi (Schulman, "Approximating KL Divergence").
 
-    With d = logprobs - ref_logprobs: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) - 1 + d. A `+` keeps the value and
-    takes the gradient of k2, the one whose expectation is the gradient of the KL. k3 goes on as its tangent beyond
-    -d = 5: finite, with the right sign, never flat (a clamp would kill the gradient just where the policy is far off).
+    With d = logprobs - ref_logprobs: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d. k3 goes on as its tangent beyond -d = 5:
+    finite, with the right sign, never flat (a clamp would kill the gradient just where the policy is far off).
     """
     d = logprobs - ref_logprobs
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d.square() / 2
     x = (-d).clamp(max=5.0)  # [4.3]
-    k2 = d.square() / 2
-    kinds = {"k1": d, "abs": d.abs(), "k2": k2, "k3": x.exp() - x - 1 + (math.exp(5.0) - 1) * (-d - x)}
-    if kind.endswith("+"):
-        return kinds[kind[:-1]].detach() + (k2 - k2.detach())
-    return kinds[kind]
+    k3 = x.exp() - x - 1
+    return k3 + (math.exp(5.0) - 1) * (-d - x)  # the tangent adds 0 up to -d = 5
 
 
 def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
