@@ -116,7 +116,6 @@ class Args:
     clip_high: float = 0.2  # the ratio is clipped above 1 + this
     entropy_coef: float = 0.0  # weight of the entropy bonus
     loss_agg: LossAgg = "seq-mean-token-mean"  # how token losses (policy, KL, entropy) become one number
-    target_kl: float | None = None  # no more actor steps in this iteration once a minibatch's approximate KL is above
 
     # Advantages
     estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"  # what of: see `group_advantages`
@@ -325,8 +324,7 @@ def main(args: Args):
 
         warmup = min(1.0, iteration / max(1, args.warmup_iterations))
 
-        # 6. Actor update. new_logprobs and entropy keep what each epoch computed, for the log and --target-kl; NaN is
-        # where nothing was: beyond the longest row of a micro-batch, and after --target-kl has stopped.
+        # 6. Actor update. new_logprobs and entropy keep what each epoch computed, for the log; NaN is where nothing was.
         clips = args.clip_low, args.clip_high
         new_logprobs, entropy = torch.full((2, args.ppo_epochs, *mask.shape), torch.nan, device=device)  # (epochs,B,L)
         actor_loss = torch.zeros((), device=device)
@@ -344,16 +342,11 @@ def main(args: Args):
                 (loss * world_size).backward()  # DDP averages over ranks, but shares must add up
                 actor_loss += loss.detach()
                 new_logprobs[epoch][mb], entropy[epoch][mb] = mb_logprobs.detach(), mb_entropy.detach()
-            if args.target_kl is not None:  # [3.9] all ranks together: one that stops alone leaves others waiting
-                old, new = old_logprobs[minibatch_rows[k]], new_logprobs[epoch, minibatch_rows[k]]
-                if all_reduce(kl_penalty(old, new, "k3").nansum()) / counts[k][0] > args.target_kl:
-                    policy.zero_grad()
-                    break
             actor_norms.append(take_step("policy", args.lr * warmup, step))
 
         # Log. Every number covers the actions, or the responses, of all ranks: every rank calls `mean` and `std`.
         reference_kl = old_logprobs - ref_logprobs
-        computed = mask & ~new_logprobs.isnan()  # (epochs,B,L), with the minibatch that --target-kl stopped at
+        computed = mask & ~new_logprobs.isnan()  # (epochs,B,L)
         ratio = torch.where(computed, (new_logprobs - old_logprobs).exp(), 0)
         # Sampler against training pass in the first step, before anything moved: what catches a shift.
         first_rows, actor_steps = minibatch_rows[steps[0][1]], max(1, len(actor_norms))
