@@ -125,7 +125,6 @@ class Args:
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
     clip_low: float = 0.2  # the ratio is clipped below 1 - this
     clip_high: float = 0.2  # the ratio is clipped above 1 + this
-    value_clip: float | None = None  # keep new values this close to the old ones in the critic loss
     entropy_coef: float = 0.0  # weight of the entropy bonus
     loss_agg: LossAgg = "token-mean"  # how token losses (policy, KL, entropy) become one number
 
@@ -373,7 +372,7 @@ def main(args: Args):
         for step, (_, k) in enumerate(steps, 1):
             for mb in microbatches(minibatches[k], critic):
                 mb_values = critic(tokens[mb], mask[mb])  # (b,l)
-                mb_losses = value_loss(mb_values, values[mb], returns[mb], args.value_clip)
+                mb_losses = value_loss(mb_values, returns[mb])
                 loss = aggregate(mb_losses, mask[mb], "token-mean", *counts[k], args.max_response_length)
                 (loss * world_size).backward()
                 critic_loss += loss.detach()
@@ -559,13 +558,9 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
     return torch.maximum(unclipped, bounded), bounded > unclipped  # [3.3]
 
 
-def value_loss(values, old_values, returns, value_clip=None):  # [2.8]
-    """Per-token 1/2*(V - R)^2; with value_clip the larger of it and the same for V kept in old_values +- value_clip."""
-    losses = (values - returns).square()
-    if value_clip is not None:
-        clipped = values.clamp(old_values - value_clip, old_values + value_clip)
-        losses = torch.maximum(losses, (clipped - returns).square())
-    return losses / 2
+def value_loss(values, returns):  # [2.8]
+    """1/2*(V - R)^2 for each token, any shape."""
+    return (values - returns).square() / 2
 
 
 def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length):
