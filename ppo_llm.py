@@ -90,7 +90,7 @@ class Args:
     chat_template: str | None = None  # Jinja file; none: prompts stay text (default: the tokenizer's, if any)
     max_prompt_length: int = 512  # in tokens; longer prompts are left out
     max_response_length: int = 512  # in tokens; a response without an EOS by then is truncated
-    reward: str = "gsm8k"  # gsm8k (number after the last ####), exact, or file.py:function(prompts, responses, answers)
+    reward: str = "gsm8k"  # gsm8k (number after the last ####), or file.py:function(prompts, responses, answers)
 
     # Rollout
     batch_size: int = 256  # prompts per iteration
@@ -326,7 +326,7 @@ def main(args: Args):
 
         warmup = min(1.0, iteration / max(1, args.warmup_iterations))
 
-        # 6. Actor update. new_logprobs and entropy keep what each epoch computed, for the log; NaN is where nothing was.
+        # 6. Actor update. new_logprobs and entropy keep what each epoch computed, for the log; NaN where nothing was.
         clips = args.clip_low, args.clip_high
         new_logprobs, entropy = torch.full((2, args.ppo_epochs, *mask.shape), torch.nan, device=device)  # (epochs,B,L)
         actor_loss = torch.zeros((), device=device)
@@ -796,8 +796,7 @@ def load_prompts(source, split, args, tokenizer):
     for number, columns in enumerate(table.to_list(), 1):
         prompt, answer = columns[prompt_column], columns.get(answer_column)
         answer = answer["ground_truth"] if isinstance(answer, dict) else answer  # verl's column reward_model
-        gold = {"gsm8k": gsm8k_number(f"####{answer}"), "exact": answer}.get(args.reward, 0)
-        if gold is None:
+        if args.reward == "gsm8k" and gsm8k_number(f"####{answer}") is None:
             fail(f"{source}, row {number}: --reward {args.reward} needs a reference answer, this is {answer!r}")
         if isinstance(prompt, str):
             asks = use_chat and args.reward == "gsm8k" and "####" not in prompt
@@ -828,22 +827,14 @@ def gsm8k(prompts, responses, answers):
     return [float(gsm8k_number(response) == gold is not None) for response, gold in zip(responses, golds)]
 
 
-def exact(prompts, responses, answers):
-    """1 if the response is the answer, surrounding white space aside, else 0."""
-    return [float(response.strip() == str(answer).strip()) for response, answer in zip(responses, answers)]
-
-
-REWARDS = {"gsm8k": gsm8k, "exact": exact}
-
-
 def load_reward(spec):
     """--reward as a function of prompts, responses, answers (lists) and whatever columns of the data, or `messages`
     (prompts as chats), it names among its parameters; it returns a number for each response."""
-    if spec in REWARDS:
-        return REWARDS[spec]
+    if spec == "gsm8k":
+        return gsm8k
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py"):
-        fail(f"--reward {spec}: it should be one of {', '.join(REWARDS)} or path/to/file.py:function")
+        fail(f"--reward {spec}: it should be gsm8k or path/to/file.py:function")
     sys.path.insert(0, os.path.dirname(path))  # imported, so that its neighbours and process pools work
     return getattr(importlib.import_module(Path(path).stem), name)
 

@@ -13,6 +13,11 @@ from pathlib import Path
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)*")
 
 
+def exact(prompts, responses, answers):
+    """1 if the response is the answer, surrounding white space aside, else 0."""
+    return [float(response.strip() == str(answer).strip()) for response, answer in zip(responses, answers)]
+
+
 @functools.cache
 def vader_lexicon():
     """{word: valence, -4 to 4} of VADER (Hutto and Gilbert, 2014), $VADER_LEXICON or the vaderSentiment package."""
