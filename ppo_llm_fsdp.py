@@ -98,9 +98,9 @@ class Args:
 
     # Prompts, and what scores the responses
     dataset: str = "openai/gsm8k:main"  # .jsonl/.json/.parquet/.csv, folder saved by `datasets`, hub id `name[:config]`
-    eval_dataset: str | None = None  # test data (default: the `test` split, or the file with `train` -> `test`)
-    prompt_column: str | None = None  # text or chat (default: `question` or `prompt`)
-    answer_column: str | None = None  # reference answer (default: `answer`, `solution` or verl's `reward_model`)
+    eval_dataset: str | None = None  # test data, as --dataset (default: the `test` split of that)
+    prompt_column: str = "question"  # of texts, or of chats
+    answer_column: str | None = "answer"  # of reference answers, or verl's `reward_model`; None: there are none
     chat_template: str | None = None  # Jinja file; none: prompts stay text (default: the tokenizer's, if any)
     max_prompt_length: int = 512  # in tokens; longer prompts are left out
     max_response_length: int = 512  # in tokens; a response without an EOS by then is truncated
@@ -154,6 +154,7 @@ class Args:
 # What the embedded task needs in place of the defaults for a real model: used when --model is absent.
 EMBEDDED = {"model": f"{TINY}/model", "dataset": f"{TINY}/train.jsonl", "total_iterations": 40, "lr": 1.5e-4}
 EMBEDDED |= {"max_prompt_length": 256, "max_response_length": 64, "microbatch_tokens": 1024}
+EMBEDDED |= {"eval_dataset": f"{TINY}/test.jsonl"}
 EMBEDDED |= {"critic_lr": 1e-3, "lam": 0.95}
 
 
@@ -196,11 +197,11 @@ def main(args: Args):
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if args.chat_template not in (None, "none"):
         tokenizer.chat_template = Path(args.chat_template).read_text()
-    train_rows, train_summary = load_prompts(args.dataset, "train", args, tokenizer)
-    test_source = args.eval_dataset or default_eval_source(args.dataset)
-    eval_rows, eval_summary = load_prompts(test_source, "test", args, tokenizer)
-    if not train_rows:
-        fail(f"--dataset {args.dataset!r} has no train split")
+    train_table, test_table = read_data(args)
+    train_rows, train_summary = load_prompts(args.dataset, train_table, args, tokenizer)
+    eval_rows, eval_summary = [], "no test data: --eval-dataset names some"
+    if test_table is not None:
+        eval_rows, eval_summary = load_prompts(args.eval_dataset or args.dataset, test_table, args, tokenizer)
     eval_rows = eval_rows[: args.eval_rows]
     reward_function = load_reward(args.reward)
 
@@ -849,40 +850,39 @@ GSM8K_REQUEST = ' Let\'s think step by step and output the final answer after "#
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def read_table(source, split):
-    """Rows of a file, of a folder saved by `datasets` or of a hub id `name[:config]`; None if it lacks the split."""
+def read_splits(source):
+    """{split: table} of a file (it is all `train`), of a folder saved by `datasets` or of a hub id `name[:config]`."""
     path = Path(source)
     if path.suffix in READERS:
-        return datasets.load_dataset(READERS[path.suffix], data_files=source, split="train")
-    table = datasets.load_from_disk(source) if path.is_dir() else datasets.load_dataset(*source.split(":"))
-    return table.get(split) if isinstance(table, dict) else table
+        return datasets.load_dataset(READERS[path.suffix], data_files=source)
+    if not path.is_dir():
+        return datasets.load_dataset(*source.split(":"))
+    saved = datasets.load_from_disk(source)
+    return saved if isinstance(saved, dict) else {"train": saved}
 
 
-def default_eval_source(dataset):
-    """Where test data are when not given: the file with `train` -> `test` in its name, or a source that has splits."""
-    path = Path(dataset)
-    if path.suffix not in READERS:
-        return dataset if not path.is_dir() or (path / "dataset_dict.json").is_file() else None
-    sibling = path.with_name(path.name.replace("train", "test"))
-    return str(sibling) if sibling != path and sibling.is_file() else None
+def read_data(args):
+    """(training table, test table or None). What --eval-dataset names is read, whatever its split is called."""
+    splits = read_splits(args.dataset)
+    if "train" not in splits:
+        fail(f"--dataset {args.dataset} has no train split, only {', '.join(splits)}")
+    if args.eval_dataset is None:
+        return splits["train"], splits.get("test")
+    named = read_splits(args.eval_dataset)
+    return splits["train"], named.get("test", next(iter(named.values())))
 
 
-def load_prompts(source, split, args, tokenizer):
+def load_prompts(source, table, args, tokenizer):
     """List of rows {prompt, input_ids, answer, columns}, and a sentence about them for the start-up block.
 
     `columns` are those of the data, and `messages`, the prompt as a chat. Too long prompts are left out.
     """
-    table = read_table(source, split) if source else None
-    if table is None:
-        return [], "none"
     names, rows = table.column_names, []
-    prompt_column = args.prompt_column or ("question" if "question" in names else "prompt")
-    answer_column = args.answer_column or next((c for c in ("answer", "solution", "reward_model") if c in names), None)
-    if missing := {prompt_column, answer_column} - {*names, None}:
+    if missing := {args.prompt_column, args.answer_column} - {*names, None}:
         fail(f"{source}: no column {missing.pop()}; --prompt-column and --answer-column can name {', '.join(names)}")
     use_chat = tokenizer.chat_template and args.chat_template != "none"
     for number, columns in enumerate(table.to_list(), 1):
-        prompt, answer = columns[prompt_column], columns.get(answer_column)
+        prompt, answer = columns[args.prompt_column], columns.get(args.answer_column)
         answer = answer["ground_truth"] if isinstance(answer, dict) else answer  # verl's column reward_model
         if args.reward == "gsm8k" and gsm8k_number(f"####{answer}") is None:
             fail(f"{source}, row {number}: --reward {args.reward} needs a reference answer, this is {answer!r}")
