@@ -394,7 +394,11 @@ def main(args: Args):
             metrics |= evaluate(iteration, eval_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
             if metrics.get("eval/score", -math.inf) > state["best_score"]:
                 state["best_score"] = metrics["eval/score"]
-                save_models(run_dir / "best", trainees, tokenizer, accelerator)
+                best_dir = run_dir / f"best_{iteration:06d}"
+                save_models(best_dir, trainees, tokenizer, accelerator)
+                if accelerator.is_main_process:
+                    for former in set(run_dir.glob("best_*")) - {best_dir}:
+                        remove(former)
         progress.set_postfix({name: metrics.get(name) for name in SHOWN})
         log(iteration, metrics, run_dir, accelerator)
         stop = all_reduce(torch.tensor(len(signals), device=device)).item() > 0
@@ -872,17 +876,13 @@ def fail(sentence, alone=False):
 
 
 def find_run(args, accelerator):
-    """(folder of the run, checkpoint to go on from or None); what a killed run left half done is put right."""
+    """(folder of the run, checkpoint to go on from or None)."""
     # Without the time --resume auto finds it again.
     name = args.run_name or f"{Path(__file__).stem}-{args.seed}" + time.strftime("-%Y%m%d-%H%M%S") * (not args.resume)
     checkpoint_dir = None if args.resume in (None, "auto") else Path(args.resume).resolve()
     run_dir = checkpoint_dir.parents[1] if checkpoint_dir else Path(args.output_dir, broadcast_object_list([name])[0])
     if args.resume is None and run_dir.exists():
         fail(f"the run folder {run_dir} exists: choose another --run-name, or go on with --resume auto")
-    for old in run_dir.rglob(".*.old") if accelerator.is_main_process else []:
-        if not (path := old.with_name(old.name[1:-4])).exists():
-            old.rename(path)
-    accelerator.wait_for_everyone()
     newest = max(run_dir.glob("checkpoints/step_*"), default=None)
     if checkpoint_dir not in (None, newest):
         fail(f"{checkpoint_dir} is not the newest checkpoint of its run, which is {newest}: move that away first")
@@ -909,22 +909,27 @@ def open_run(run_dir, args, first, accelerator):
     accelerator.init_trackers(Path(__file__).stem, None, settings)
 
 
+def remove(folder):
+    """Removes a folder, if it is there. It loses its name first: what has a name is complete."""
+    nameless = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(nameless, ignore_errors=True)  # left by a run that was killed
+    if folder.exists():
+        folder.rename(nameless)
+        shutil.rmtree(nameless)
+
+
 @contextmanager
 def written_whole(path):
     """Yields a temporary folder that takes the name `path` once the block is done: what has that name is complete.
 
-    A folder cannot be renamed over a full one, so that goes aside first; `find_run` puts it back if the run is killed
-    just then.
+    A folder of that name is there after a kill, or in a run that is prolonged: it is removed first.
     """
-    temporary, old = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
-    for left in temporary, old:  # by a run that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
     temporary.mkdir(parents=True)
     yield temporary
-    if path.exists():
-        path.rename(old)
+    remove(path)
     temporary.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_rows(path, columns, accelerator):
@@ -956,7 +961,7 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
             parts = {name: (trained_parameters(m), x.state_dict()) for name, (m, x) in trainees.items()}
             torch.save(parts | {"state": state}, folder / "checkpoint.pt")
         for old in sorted(path.parent.glob("step_*"))[:-keep]:
-            shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))
+            remove(old)
 
 
 def load_checkpoint(path, trainees):
