@@ -1006,16 +1006,13 @@ def find_run(args, accelerator):
 def open_run(run_dir, args, first, accelerator):
     """Writes what the run folder begins with, drops metrics from after the checkpoint, and starts the tracker."""
     script = Path(getattr(sys.modules["__main__"], "__file__", __file__))  # it may import this file and change a part
-    versions = {m.__name__: m.__version__ for m in (torch, transformers)}
-    about = asdict(args) | {"num_processes": accelerator.num_processes, "script": script.name, "versions": versions}
+    about = asdict(args) | {"num_processes": accelerator.num_processes, "script": script.name}
     if accelerator.is_main_process:
         (run_dir / "completions").mkdir(parents=True, exist_ok=True)
-        path, metrics = run_dir / "args.json", run_dir / "metrics.jsonl"
-        if path.exists() and (begun := json.loads(path.read_text())["script"]) != script.name:
-            print(f"warning: this run was begun by {begun}, and goes on with {script.name}")
-        path.write_text(json.dumps(about, indent=1))
+        (run_dir / "args.json").write_text(json.dumps(about, indent=1))
         for file in {Path(__file__), script}:
             (run_dir / file.name).write_text(file.read_text())
+        metrics = run_dir / "metrics.jsonl"
         metrics.touch()
         metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:first]))  # a line per iteration
     accelerator.project_configuration.logging_dir = str(run_dir)
