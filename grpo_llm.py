@@ -346,7 +346,6 @@ def main(args: Args):
             actor_norms.append(take_step("policy", args.lr * warmup, step))
 
         # Log. Every number covers the actions, or the responses, of all ranks: every rank calls `mean` and `std`.
-        reference_kl = old_logprobs - ref_logprobs
         computed = mask & ~new_logprobs.isnan()  # (epochs,B,L)
         ratio = torch.where(computed, (new_logprobs - old_logprobs).exp(), 0)
         # Sampler against training pass in the first step, before anything moved: what catches a shift.
@@ -360,7 +359,6 @@ def main(args: Args):
             "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
             "actor/entropy": mean(entropy, computed),
             "actor/grad_norm": sum(actor_norms) / actor_steps,
-            "actor/lr": args.lr * warmup,
             "rollout/logprob_diff": logprob_diff,
         }
         metrics = {
@@ -371,8 +369,7 @@ def main(args: Args):
             "advantage/std": std(advantages, mask),
             "response/length_mean": mean(mask.sum(1)),
             "response/truncated_frac": mean(truncated),
-            "kl/mean": mean(reference_kl, mask),
-            "kl/sequence": mean(reference_kl.sum(1)),
+            "kl/mean": mean(old_logprobs - ref_logprobs, mask),
             "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "time/rollout": rollout_seconds,
             "time/iteration": time.perf_counter() - started,  # without the evaluation and what is saved

@@ -380,7 +380,6 @@ def main(args: Args):
             critic_norms.append(take_step("critic", args.critic_lr * warmup, step))
 
         # Log. Every number covers the actions, or the responses, of all ranks: every rank calls `mean` and `std`.
-        reference_kl = old_logprobs - ref_logprobs
         computed = mask & ~new_logprobs.isnan()  # (epochs,B,L)
         ratio = torch.where(computed, (new_logprobs - old_logprobs).exp(), 0)
         # Sampler against training pass in the first step, before anything moved: what catches a shift.
@@ -394,7 +393,6 @@ def main(args: Args):
             "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
             "actor/entropy": mean(entropy, computed),
             "actor/grad_norm": sum(actor_norms) / actor_steps,
-            "actor/lr": args.lr * warmup,
             "rollout/logprob_diff": logprob_diff,
         }
         metrics = {
@@ -405,16 +403,13 @@ def main(args: Args):
             "advantage/std": std(returns - values, mask),
             "response/length_mean": mean(mask.sum(1)),
             "response/truncated_frac": mean(truncated),
-            "kl/mean": mean(reference_kl, mask),
-            "kl/sequence": mean(reference_kl.sum(1)),
+            "kl/mean": mean(old_logprobs - ref_logprobs, mask),
             "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "time/rollout": rollout_seconds,
             "time/iteration": time.perf_counter() - started,  # without the evaluation and what is saved
             "critic/loss": all_reduce(critic_loss).item() / len(steps),
-            "critic/value_mean": mean(values, mask),
             "critic/explained_variance": 1 - std(returns - values, mask) ** 2 / (std(returns, mask) ** 2 + 1e-5),
             "critic/grad_norm": sum(critic_norms) / len(steps),
-            "critic/lr": args.critic_lr * warmup,
         }
         metrics |= actor_metrics if trains_actor else {}
         is_first = iteration == max(first, args.critic_warmup_iterations + 1)
