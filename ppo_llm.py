@@ -198,9 +198,9 @@ def main(args: Args):
     adamw = {"weight_decay": args.weight_decay, "fused": True}
     trainees = {"policy": (model, torch.optim.AdamW(policy.parameters(), **adamw))}
 
-    bare_critic = Critic(args.critic_model or args.model, args.lora_rank)
-    critic = wrap(bare_critic)
-    trainees["critic"] = (bare_critic.model, torch.optim.AdamW(critic.parameters(), **adamw))
+    critic_model = load_critic(args.critic_model or args.model, args.lora_rank)
+    critic = wrap(Critic(critic_model))
+    trainees["critic"] = (critic_model, torch.optim.AdamW(critic.parameters(), **adamw))
 
     use_reference, lora = args.kl_reward_coef > 0 or args.kl_loss_coef > 0, args.lora_rank > 0  # [1.3]
     reference = policy  # with LoRA: its adapter is switched off
@@ -456,12 +456,18 @@ def masked_mean(x, mask, dim=None):
     return torch.where(mask, x, 0).sum(dim) / mask.sum(dim).clamp(min=1)
 
 
+def count_actions(mask):
+    """mask (B,T) -> [actions, rows with an action] of all ranks, the denominators of a step; every rank must call it."""
+    return all_reduce(torch.stack([mask.sum(), mask.any(1).sum()])).tolist()
+
+
 def global_moments(x, mask=None):
     """(mean, unbiased variance, count) of x, or of it where mask is true, over all ranks; every rank must call it.
 
     Two passes (E[x^2] - E[x]^2 cancels in floating point); variance 0 for fewer than two entries.
     """
-    mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+    if mask is None:
+        mask = torch.ones_like(x, dtype=torch.bool)
     x = torch.where(mask, x, 0).double()
     total, count = all_reduce(torch.stack([x.sum(), mask.sum().double()]))
     average = total / count.clamp(min=1)
@@ -485,7 +491,8 @@ def masked_whiten(x, mask):  # [2.7]
     Unbiased variance, eps 1e-8; all zeros when fewer than two tokens are valid.
     """
     average, variance, count = global_moments(x, mask)
-    return torch.where(mask & (count > 1), (x - average) * torch.rsqrt(variance + 1e-8), 0).to(x.dtype)
+    whitened = (x - average) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask & (count > 1), whitened, 0).to(x.dtype)
 
 
 def place_scores(scores, mask):  # [4.7]
@@ -500,9 +507,11 @@ def gae(rewards, values, mask, gamma, lam):
     A_t = delta_t + gamma*lam*A_{t+1} with delta_t = r_t + gamma*V_{t+1} - V_t; nothing is bootstrapped behind the last
     token. Masked positions are skipped: the recursion carries the next valid token's V and A across them.
     """
-    rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
+    rewards = torch.where(mask, rewards, 0)
+    values = torch.where(mask, values, 0)
     advantages = torch.zeros_like(rewards)
-    next_value = next_advantage = torch.zeros_like(rewards[:, 0])
+    next_value = torch.zeros_like(rewards[:, 0])  # (B,)
+    next_advantage = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]  # [2.3]
         advantage = delta + gamma * lam * next_advantage
@@ -534,7 +543,8 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
     The log-ratio is clamped to +-20 so that exp stays finite.
     """
     ratio = (logprobs - old_logprobs).clamp(-20.0, 20.0).exp()  # [3.12]
-    unclipped, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    unclipped = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(unclipped, bounded), bounded > unclipped  # [3.3]
 
 
@@ -552,9 +562,13 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
     losses = torch.where(mask, losses, 0)
     if mode == "token-mean":  # [5.6]
         return losses.sum() / max(num_tokens, 1)
-    sums = losses.sum(1)  # (B,)
-    per_sequence = {"mean": masked_mean(losses, mask, 1), "sum": sums, "norm": sums / max_response_length}
-    return per_sequence[mode.split("-")[-1]].sum() / max(num_sequences, 1)  # of seq-mean-token-mean, ...
+    if mode == "seq-mean-token-mean":
+        sequence_losses = masked_mean(losses, mask, 1)  # (B,)
+    else:
+        sequence_losses = losses.sum(1)  # (B,)
+    if mode == "seq-mean-token-sum-norm":
+        sequence_losses = sequence_losses / max_response_length
+    return sequence_losses.sum() / max(num_sequences, 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -566,13 +580,15 @@ def load_model(name, auto_class, new_head=(), **config_options):
     """A model in float32 without dropout; only safetensors, no remote code. Weights that the files lack are refused,
     save those whose names begin with one of `new_head`: these become zero."""
     config = AutoConfig.from_pretrained(name, **config_options)
-    # With dropout two passes of the same weights would differ.
-    config.update({k: 0.0 for k, value in config.to_dict().items() if "drop" in k and isinstance(value, float)})
-    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
-    model, info = auto_class.from_pretrained(name, config=config, **options)
-    if missing := sorted(key for key in info["missing_keys"] if not key.startswith(new_head)):
-        fail(f"{name} is no {auto_class.__name__}, it lacks the weights {missing[0]}")
-    for key in info["missing_keys"]:
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):  # with dropout two passes of the same weights would differ
+            setattr(config, key, 0.0)
+    model, info = auto_class.from_pretrained(
+        name, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+    )
+    for key in sorted(info["missing_keys"]):
+        if not key.startswith(new_head):
+            fail(f"{name} is no {auto_class.__name__}, it lacks the weights {key}")
         nn.init.zeros_(model.get_parameter(key))
     return model
 
@@ -591,7 +607,8 @@ class Policy(nn.Module):
 
     def __init__(self, model, temperature):
         super().__init__()
-        self.model, self.inverse_temperature = model, 1 / temperature
+        self.model = model
+        self.inverse_temperature = 1 / temperature
         self.chunk_elements = 2**26  # [14.2] logits at a time: 256 MiB in fp32, 1 GiB with what is made of them
 
     def forward(self, tokens, mask):
@@ -600,10 +617,14 @@ class Policy(nn.Module):
         labels = tokens.roll(-1, 1)[mask]  # [1.7] the one shift: state i predicts token i+1
         # Logits exist for a chunk at a time; the backward pass computes them again.
         size = max(1, self.chunk_elements // self.model.config.get_text_config().vocab_size)
-        chunks = zip(hidden.split(size), labels.split(size))
-        # All log-probs, then all entropies, go back to where the mask is true.
-        parts = zip(*(checkpoint(self.head, *c, use_reentrant=False, preserve_rng_state=False) for c in chunks))
-        return tuple(torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, torch.cat(x)) for x in parts)
+        logprobs = []
+        entropies = []
+        for chunk in zip(hidden.split(size), labels.split(size)):
+            chunk_logprobs, chunk_entropy = checkpoint(self.head, *chunk, use_reentrant=False, preserve_rng_state=False)
+            logprobs.append(chunk_logprobs)
+            entropies.append(chunk_entropy)
+        zeros = torch.zeros_like(mask, dtype=torch.float32)
+        return zeros.masked_scatter(mask, torch.cat(logprobs)), zeros.masked_scatter(mask, torch.cat(entropies))
 
     def head(self, hidden, labels):
         """hidden (n,H), labels (n,) -> logprobs, entropy (n,)."""
@@ -613,31 +634,47 @@ class Policy(nn.Module):
         return all_logprobs.gather(-1, labels[:, None]).squeeze(-1), entropy
 
 
-class Critic(nn.Module):  # [1.9]
-    """Value of the state *before* each action: a transformer backbone with a scalar head on every position.
+def load_critic(name, lora_rank):
+    """The model of a Critic, loaded as (and saved to be loaded as) AutoModelForTokenClassification with one label.
 
-    Loaded as (and saved to be loaded as) AutoModelForTokenClassification with one label; a new head is zero.
+    A new head is zero. With LoRA the head is trained as it is.
     """
+    model = load_model(name, AutoModelForTokenClassification, ("score.", "classifier."), num_labels=1)
+    head = [find_head(model)]
+    return add_lora(model, lora_rank, task_type="TOKEN_CLS", exclude_modules=head, modules_to_save=head)
 
-    def __init__(self, name, lora_rank):
+
+def find_head(model):
+    """The name of a token classifier's head, which depends on its architecture."""
+    return "score" if hasattr(model, "score") else "classifier"
+
+
+class Critic(nn.Module):  # [1.9]
+    """Value of the state *before* each action: a transformer backbone with a scalar head on every position."""
+
+    def __init__(self, model):
         super().__init__()
-        model = load_model(name, AutoModelForTokenClassification, ("score.", "classifier."), num_labels=1)
-        self.head_name = "score" if hasattr(model, "score") else "classifier"
-        head = {"exclude_modules": [self.head_name], "modules_to_save": [self.head_name]}  # trained as it is
-        self.model = add_lora(model, lora_rank, task_type="TOKEN_CLS", **head)
+        self.model = model
+        self.head_name = find_head(model)
 
     def forward(self, tokens, mask):
         """tokens, mask (B,L) -> values (B,L) in fp32, 0 outside the mask."""
         hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state[mask]  # (n,H)
+        head = getattr(self.model, self.head_name)
         with torch.autocast(hidden.device.type, enabled=False):  # a value in bf16 would have two or three digits
-            values = getattr(self.model, self.head_name)(hidden.float()).squeeze(-1)
+            values = head(hidden.float()).squeeze(-1)
         return torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, values)
 
 
 def collect_eos_ids(model, tokenizer):
     """Sorted union of the EOS ids of tokenizer, config and generation config: any of them ends a response."""
-    sources = tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id
-    return sorted({i for ids in sources for i in (ids if isinstance(ids, list) else [ids])} - {None})
+    eos_ids = set()
+    for source in tokenizer, model.config, model.generation_config:
+        ids = source.eos_token_id
+        if isinstance(ids, int):
+            ids = [ids]
+        eos_ids.update(ids or [])
+    return sorted(eos_ids)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
