@@ -51,7 +51,6 @@ from collections import namedtuple
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from decimal import Decimal
-from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -442,7 +441,7 @@ def masked_mean(x, mask, dim=None):
 
 
 def count_actions(mask):
-    """mask (B,T) -> [actions, rows with an action] of all ranks, the denominators of a step; every rank must call it."""
+    """mask (B,T) -> [actions, rows with an action] of all ranks, a step's denominators; every rank must call it."""
     return all_reduce(torch.stack([mask.sum(), mask.any(1).sum()])).tolist()
 
 
@@ -652,8 +651,11 @@ def random_stream(*key):
 def draw_prompts(rows, start, count, seed):
     """Rows number start to start + count of the endless stream in which every epoch is a permutation of its own."""
     epoch, first = divmod(start, len(rows))
-    epochs = range(epoch, epoch + 2 + count // len(rows))
-    order = torch.cat([torch.randperm(len(rows), generator=random_stream("epoch", seed, epoch)) for epoch in epochs])
+    order = []
+    while len(order) < first + count:
+        stream = random_stream("epoch", seed, epoch)
+        order += torch.randperm(len(rows), generator=stream).tolist()
+        epoch += 1
     return [rows[i] for i in order[first : first + count]]
 
 
@@ -671,6 +673,17 @@ def sample_tokens(logits, uniforms, temperature):
     return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
 
 
+def merge_equal(prompts, device):
+    """B prompts -> (the N that differ from the one before them, as tensors; which of them each of the B is)."""
+    distinct = []
+    owners = []
+    for ids in prompts:
+        if not distinct or ids != distinct[-1]:
+            distinct.append(ids)
+        owners.append(len(distinct) - 1)
+    return [torch.tensor(ids, device=device) for ids in distinct], torch.tensor(owners, device=device)
+
+
 @torch.no_grad()
 def generate(model, prompts, uniforms, eos_ids, temperature):
     """Samples a Response to each of the B prompts (lists of ids) with a KV cache. Equal neighbours are read once.
@@ -678,29 +691,28 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     uniforms (B,T) in [0,1), one per row and step: what a row becomes depends on its own noise alone, not on the process
     or the batch it is in. The checkpoint's generation_config plays no part.
     """
-    groups = [(ids, len(list(equal))) for ids, equal in groupby(prompts)]  # each of N prompts once, and how many ask it
-    prompts = [torch.tensor(ids, device=uniforms.device) for ids, _ in groups]
+    prompts, owners = merge_equal(prompts, uniforms.device)
     inputs = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # here all rows end alike
     attention_mask = (inputs >= 0).long()  # (N,P)
     tokens = torch.zeros_like(uniforms, dtype=torch.long)  # (B,T)
-    logprobs = torch.zeros_like(uniforms, dtype=torch.float32)
+    logprobs = torch.zeros_like(uniforms, dtype=torch.float32)  # (B,T)
     slots = torch.arange(len(uniforms), device=uniforms.device)  # which response each row of the shrinking batch writes
-    alive, eos = torch.ones_like(slots, dtype=torch.bool), slots.new_tensor(eos_ids)
+    alive = torch.ones_like(slots, dtype=torch.bool)
+    eos = slots.new_tensor(eos_ids)
     cache = transformers.DynamicCache(config=model.config)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     model.eval()  # in train mode, gradient checkpointing would switch the KV cache off
     for t in range(uniforms.shape[1]):
-        positions = (attention_mask.cumsum(1) - 1)[:, -inputs.shape[1] :].clamp(min=0)
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+        positions = positions[:, -inputs.shape[1] :]  # of the inputs: the prompt, then a token at a time
         output = model(inputs.clamp(min=0), attention_mask=attention_mask, position_ids=positions, **options)
         logits = output.logits[:, -1]
         if t == 0:  # from here on every response has a row of its own
-            owners = torch.arange(len(groups)).repeat_interleave(torch.tensor([size for _, size in groups]))
-            owners = owners.to(uniforms.device)  # (B,)
             cache.batch_select_indices(owners)
-            logits, attention_mask = logits[owners], attention_mask[owners]
-        new, new_logprobs = sample_tokens(logits, uniforms[slots, t], temperature)  # (b,)
-        tokens[slots, t], logprobs[slots, t] = new, new_logprobs
-        alive = alive & ~torch.isin(new, eos)
+            logits = logits[owners]
+            attention_mask = attention_mask[owners]
+        tokens[slots, t], logprobs[slots, t] = sample_tokens(logits, uniforms[slots, t], temperature)
+        alive = alive & ~torch.isin(tokens[slots, t], eos)
         num_alive = int(alive.sum())
         if num_alive == 0:
             break
@@ -708,22 +720,37 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
         if num_alive <= 0.9 * len(slots):
             kept = alive.nonzero().squeeze(1)
             cache.batch_select_indices(kept)
-            slots, alive, new, attention_mask = slots[kept], alive[kept], new[kept], attention_mask[kept]
-        inputs, attention_mask = new[:, None], nn.functional.pad(attention_mask, (0, 1), value=1)
+            slots = slots[kept]
+            alive = alive[kept]
+            attention_mask = attention_mask[kept]
+        inputs = tokens[slots, t][:, None]
+        attention_mask = nn.functional.pad(attention_mask, (0, 1), value=1)
     model.train()
+    return cut_responses(tokens, logprobs, eos_ids)
+
+
+def cut_responses(tokens, logprobs, eos_ids):
+    """tokens, logprobs (B,T) -> the Responses in them, each up to and with its first EOS."""
     lengths = make_response_mask(tokens, eos_ids).sum(1).tolist()
-    sampled = zip(tokens.tolist(), logprobs.tolist(), lengths)
-    return [Response(ids[:n], row_logprobs[:n], ids[n - 1] not in eos_ids) for ids, row_logprobs, n in sampled]
+    responses = []
+    for ids, row_logprobs, length in zip(tokens.tolist(), logprobs.tolist(), lengths):
+        truncated = ids[length - 1] not in eos_ids
+        responses.append(Response(ids[:length], row_logprobs[:length], truncated))
+    return responses
 
 
 def to_batch(rows, responses, device):
     """Rows of data and the Responses to them -> tokens, mask, rollout_logprobs (B,L), and the length of each row."""
-    token_rows = [torch.tensor(x["input_ids"] + response.ids, device=device) for x, response in zip(rows, responses)]
-    tokens = pad_sequence(token_rows, batch_first=True)
-    logprobs = torch.full(tokens.shape, NOT_SAMPLED, device=device)
-    for b, (row, response) in enumerate(zip(rows, responses)):
-        state = len(row["input_ids"]) - 1  # the last token of the prompt is the state of the first action
-        logprobs[b, state : len(token_rows[b]) - 1] = torch.tensor(response.logprobs)
+    token_rows = []
+    logprob_rows = []
+    for row, response in zip(rows, responses):
+        prompt = row["input_ids"]
+        token_rows.append(torch.tensor(prompt + response.ids))
+        # The last token of the prompt is the state of the first action; behind the last token nothing is sampled.
+        before = [NOT_SAMPLED] * (len(prompt) - 1)
+        logprob_rows.append(torch.tensor(before + response.logprobs + [NOT_SAMPLED]))
+    tokens = pad_sequence(token_rows, batch_first=True).to(device)
+    logprobs = pad_sequence(logprob_rows, batch_first=True, padding_value=NOT_SAMPLED).to(device)
     mask = logprobs != NOT_SAMPLED
     return tokens, mask, torch.where(mask, logprobs, 0), [len(ids) for ids in token_rows]
 
@@ -736,9 +763,11 @@ def pack(lengths, rows, max_tokens, device):
     exactly 1.
     """
     parts = []
-    for row in sorted(rows, key=lambda row: -lengths[row]):
-        if not parts or (len(parts[-1]) + 1) * lengths[parts[-1][0]] > max_tokens:
+    width = 0  # of the newest part
+    for row in sorted(rows, key=lambda row: lengths[row], reverse=True):
+        if not parts or (len(parts[-1]) + 1) * width > max_tokens:
             parts.append([])
+            width = lengths[row]
         parts[-1].append(row)
     return [(torch.tensor(part, device=device), slice(lengths[part[0]])) for part in parts]
 
@@ -750,7 +779,9 @@ def forward_all(module, minibatches, tokens, mask):
     for minibatch in minibatches:
         for mb in minibatch:
             output = module(tokens[mb], mask[mb])
-            result[mb] = output[0] if isinstance(output, tuple) else output
+            if isinstance(output, tuple):  # a Policy gives entropies, too
+                output, _ = output
+            result[mb] = output
     return result
 
 

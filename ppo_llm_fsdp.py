@@ -477,7 +477,7 @@ def masked_mean(x, mask, dim=None):
 
 
 def count_actions(mask):
-    """mask (B,T) -> [actions, rows with an action] of all ranks, the denominators of a step; every rank must call it."""
+    """mask (B,T) -> [actions, rows with an action] of all ranks, a step's denominators; every rank must call it."""
     return all_reduce(torch.stack([mask.sum(), mask.any(1).sum()])).tolist()
 
 
@@ -755,8 +755,11 @@ def random_stream(*key):
 def draw_prompts(rows, start, count, seed):
     """Rows number start to start + count of the endless stream in which every epoch is a permutation of its own."""
     epoch, first = divmod(start, len(rows))
-    epochs = range(epoch, epoch + 2 + count // len(rows))
-    order = torch.cat([torch.randperm(len(rows), generator=random_stream("epoch", seed, epoch)) for epoch in epochs])
+    order = []
+    while len(order) < first + count:
+        stream = random_stream("epoch", seed, epoch)
+        order += torch.randperm(len(rows), generator=stream).tolist()
+        epoch += 1
     return [rows[i] for i in order[first : first + count]]
 
 
@@ -785,18 +788,20 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     inputs = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # here all rows end alike
     attention_mask = (inputs >= 0).long()  # (B,P)
     tokens = torch.zeros_like(uniforms, dtype=torch.long)  # (B,T)
-    logprobs = torch.zeros_like(uniforms, dtype=torch.float32)
-    slots = torch.arange(len(prompts), device=uniforms.device)  # which response each row of the shrinking batch writes
-    alive, eos = torch.ones_like(slots, dtype=torch.bool), slots.new_tensor(eos_ids)
+    logprobs = torch.zeros_like(uniforms, dtype=torch.float32)  # (B,T)
+    slots = torch.arange(len(uniforms), device=uniforms.device)  # which response each row of the shrinking batch writes
+    alive = torch.ones_like(slots, dtype=torch.bool)
+    eos = slots.new_tensor(eos_ids)
     cache = transformers.DynamicCache(config=model.config)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     model.eval()  # in train mode, gradient checkpointing would switch the KV cache off
     for t in range(uniforms.shape[1]):
-        positions = (attention_mask.cumsum(1) - 1)[:, -inputs.shape[1] :].clamp(min=0)
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+        positions = positions[:, -inputs.shape[1] :]  # of the inputs: the prompt, then a token at a time
         output = model(inputs.clamp(min=0), attention_mask=attention_mask, position_ids=positions, **options)
-        new, new_logprobs = sample_tokens(output.logits[:, -1], uniforms[slots, t], temperature)  # (b,)
-        tokens[slots, t], logprobs[slots, t] = new, new_logprobs
-        alive = alive & ~torch.isin(new, eos)
+        logits = output.logits[:, -1]
+        tokens[slots, t], logprobs[slots, t] = sample_tokens(logits, uniforms[slots, t], temperature)
+        alive = alive & ~torch.isin(tokens[slots, t], eos)
         num_alive = int(alive.sum())
         if num_alive == 0:
             break
@@ -804,12 +809,23 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
         if num_alive <= 0.9 * len(slots):
             kept = alive.nonzero().squeeze(1)
             cache.batch_select_indices(kept)
-            slots, alive, new, attention_mask = slots[kept], alive[kept], new[kept], attention_mask[kept]
-        inputs, attention_mask = new[:, None], nn.functional.pad(attention_mask, (0, 1), value=1)
+            slots = slots[kept]
+            alive = alive[kept]
+            attention_mask = attention_mask[kept]
+        inputs = tokens[slots, t][:, None]
+        attention_mask = nn.functional.pad(attention_mask, (0, 1), value=1)
     model.train()
+    return cut_responses(tokens, logprobs, eos_ids)
+
+
+def cut_responses(tokens, logprobs, eos_ids):
+    """tokens, logprobs (B,T) -> the Responses in them, each up to and with its first EOS."""
     lengths = make_response_mask(tokens, eos_ids).sum(1).tolist()
-    sampled = zip(tokens.tolist(), logprobs.tolist(), lengths)
-    return [Response(ids[:n], row_logprobs[:n], ids[n - 1] not in eos_ids) for ids, row_logprobs, n in sampled]
+    responses = []
+    for ids, row_logprobs, length in zip(tokens.tolist(), logprobs.tolist(), lengths):
+        truncated = ids[length - 1] not in eos_ids
+        responses.append(Response(ids[:length], row_logprobs[:length], truncated))
+    return responses
 
 
 def announce_pass(*_):
@@ -825,13 +841,17 @@ def generating(policy, gathered):  # [7.9]
     pass gathers one block of layers after the other, for which all ranks are needed: one that has finished takes part
     in the passes of the others until all have finished.
     """
-    units, model = [module for module in policy.modules() if isinstance(module, FSDPModule)], policy.model
-    for unit in units if gathered else [policy]:
-        unit.unshard()
+    units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    model = policy.model
     policy.set_reshard_after_forward(not gathered)
-    hook = None if gathered else model.register_forward_pre_hook(announce_pass)
+    if gathered:
+        for unit in units:
+            unit.unshard()
+    else:
+        policy.unshard()
+        hook = model.register_forward_pre_hook(announce_pass)
     yield
-    if hook:
+    if not gathered:
         hook.remove()
         token = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
         while all_reduce(torch.zeros(1)) > 0:
@@ -844,12 +864,16 @@ def generating(policy, gathered):  # [7.9]
 
 def to_batch(rows, responses, device):
     """Rows of data and the Responses to them -> tokens, mask, rollout_logprobs (B,L), and the length of each row."""
-    token_rows = [torch.tensor(x["input_ids"] + response.ids, device=device) for x, response in zip(rows, responses)]
-    tokens = pad_sequence(token_rows, batch_first=True)
-    logprobs = torch.full(tokens.shape, NOT_SAMPLED, device=device)
-    for b, (row, response) in enumerate(zip(rows, responses)):
-        state = len(row["input_ids"]) - 1  # the last token of the prompt is the state of the first action
-        logprobs[b, state : len(token_rows[b]) - 1] = torch.tensor(response.logprobs)
+    token_rows = []
+    logprob_rows = []
+    for row, response in zip(rows, responses):
+        prompt = row["input_ids"]
+        token_rows.append(torch.tensor(prompt + response.ids))
+        # The last token of the prompt is the state of the first action; behind the last token nothing is sampled.
+        before = [NOT_SAMPLED] * (len(prompt) - 1)
+        logprob_rows.append(torch.tensor(before + response.logprobs + [NOT_SAMPLED]))
+    tokens = pad_sequence(token_rows, batch_first=True).to(device)
+    logprobs = pad_sequence(logprob_rows, batch_first=True, padding_value=NOT_SAMPLED).to(device)
     mask = logprobs != NOT_SAMPLED
     return tokens, mask, torch.where(mask, logprobs, 0), [len(ids) for ids in token_rows]
 
@@ -862,15 +886,18 @@ def pack(lengths, rows, max_tokens, device):
     exactly 1. All ranks cut equally many, as every pass needs them all; every rank must call it.
     """
     parts = []
-    for row in sorted(rows, key=lambda row: -lengths[row]):
-        if not parts or (len(parts[-1]) + 1) * lengths[parts[-1][0]] > max_tokens:
+    width = 0  # of the newest part
+    for row in sorted(rows, key=lambda row: lengths[row], reverse=True):
+        if not parts or (len(parts[-1]) + 1) * width > max_tokens:
             parts.append([])
+            width = lengths[row]
         parts[-1].append(row)
     most = all_reduce(torch.tensor(len(parts), device=device), dist.ReduceOp.MAX).item()
     while len(parts) < most:  # as many rows as elsewhere, so one part has two to share
         largest = max(parts, key=len)
-        parts.append(largest[len(largest) // 2 :])
-        del largest[len(largest) // 2 :]
+        half = len(largest) // 2
+        parts.append(largest[half:])
+        del largest[half:]
     return [(torch.tensor(part, device=device), slice(lengths[part[0]])) for part in parts]
 
 
@@ -881,7 +908,9 @@ def forward_all(module, minibatches, tokens, mask):
     for minibatch in minibatches:
         for mb in minibatch:
             output = module(tokens[mb], mask[mb])
-            result[mb] = output[0] if isinstance(output, tuple) else output
+            if isinstance(output, tuple):  # a Policy gives entropies, too
+                output, _ = output
+            result[mb] = output
     return result
 
 
