@@ -48,7 +48,7 @@ import time
 import warnings
 import zlib
 from collections import namedtuple
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -66,8 +66,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-# Pid of the launcher, where there is one. If that is killed, its ranks must not train on as orphans.
-PARENT = os.getppid() if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys() else None
+# If the launcher is killed, its ranks must not train on as orphans.
+LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+PARENT = os.getppid()
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
 KLKind = Literal["k1", "k2", "k3"]
 NOT_SAMPLED = math.inf  # stands for the log-prob of a token the policy did not sample: no action, see `to_batch`
@@ -154,19 +155,30 @@ def main(args: Args):
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # a flag of DDP's that torch 2.13 renames
-    num_gpus = torch.cuda.device_count()  # of the ranks that find no GPU, the first one says so
-    if num_gpus and os.environ.get("LOCAL_RANK") == str(num_gpus):
+    num_gpus = torch.cuda.device_count()
+    if num_gpus > 0 and os.environ.get("LOCAL_RANK") == str(num_gpus):  # of the ranks without a GPU the first says so
         fail(f"more processes than GPUs: lower --num_processes to {num_gpus}", alone=True)
-    bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and num_gpus and torch.cuda.is_bf16_supported())
+    bf16 = args.dtype == "bfloat16"
+    if args.dtype == "auto" and num_gpus > 0:
+        bf16 = torch.cuda.is_bf16_supported()
+    tracker = None if args.track == "none" else args.track
     # Without cpu=True two launched CPU processes would each believe to be alone. Ranks run different numbers of passes,
     # so none may send buffers around; gradients lie where DDP exchanges them, which saves a copy.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options = {"mixed_precision": "bf16" if bf16 else "no", "project_dir": args.output_dir, "kwargs_handlers": [ddp]}
-    accelerator = Accelerator(cpu=num_gpus == 0, log_with=None if args.track == "none" else args.track, **options)
-    rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    precision = "bf16" if bf16 else "no"
+    accelerator = Accelerator(
+        cpu=num_gpus == 0,
+        mixed_precision=precision,
+        log_with=tracker,
+        project_dir=args.output_dir,
+        kwargs_handlers=[ddp],
+    )
+    rank = accelerator.process_index
+    world_size = accelerator.num_processes
+    device = accelerator.device
     if args.model == EMBEDDED["model"] and not TINY.exists():
         fail(f"the embedded model was expected in {TINY}: give --model, or put the script beside benchmarks/")
-    if {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys():
+    if "ACCELERATE_USE_FSDP" in os.environ or "ACCELERATE_USE_DEEPSPEED" in os.environ:
         fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: launch without")
     num_responses = args.batch_size * args.group_size
     if num_responses % args.minibatch_size or args.minibatch_size % (args.group_size * world_size):
@@ -174,7 +186,7 @@ def main(args: Args):
         fail(f"--minibatch-size must be a multiple of {sizes}, and --batch-size x --group-size one of --minibatch-size")
     if args.group_size == 1 and args.estimator != "reinforce_pp":
         fail(f"--estimator {args.estimator} compares responses to one prompt: --group-size must be 2 or more")
-    run_dir, checkpoint_dir = find_run(args, accelerator)
+    run_dir, checkpoint_dir = find_run(args)
     set_seed(args.seed)  # for LoRA's matrices; everything else that is drawn has a stream of its own
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -182,9 +194,7 @@ def main(args: Args):
         tokenizer.chat_template = Path(args.chat_template).read_text()
     train_table, test_table = read_data(args)
     train_rows, train_summary = load_prompts(args.dataset, train_table, args, tokenizer)
-    eval_rows, eval_summary = [], "no test data: --eval-dataset names some"
-    if test_table is not None:
-        eval_rows, eval_summary = load_prompts(args.eval_dataset or args.dataset, test_table, args, tokenizer)
+    eval_rows, eval_summary = load_prompts(args.eval_dataset or args.dataset, test_table, args, tokenizer)
     eval_rows = eval_rows[: args.eval_rows]
     reward_function = load_reward(args.reward)
 
@@ -195,40 +205,51 @@ def main(args: Args):
         frozen = not any(p.requires_grad for p in module.parameters())
         return accelerator.prepare_model(module.train(), evaluation_mode=frozen)
 
-    # `model` is the transformers model, `policy` wraps it for training; rollout, checkpoints, files use the bare one.
-    model = add_lora(load_model(args.model, AutoModelForCausalLM), args.lora_rank, task_type="CAUSAL_LM")
-    policy = wrap(Policy(model, args.temperature))
-    adamw = {"weight_decay": args.weight_decay, "fused": True}
-    trainees = {"policy": (model, torch.optim.AdamW(policy.parameters(), **adamw))}
+    # `policy_model` is a plain transformers model: responses are sampled from it, files hold it. `policy` is the module
+    # around it: every gradient goes through that.
+    policy_model = load_model(args.model, AutoModelForCausalLM)
+    policy_model = add_lora(policy_model, args.lora_rank, task_type="CAUSAL_LM")
+    policy = wrap(Policy(policy_model, args.temperature))
+    policy_optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=args.weight_decay, fused=True)
+    trainees = {"policy": (policy_model, policy_optimizer)}
 
-    use_reference, lora = args.kl_reward_coef > 0 or args.kl_loss_coef > 0, args.lora_rank > 0  # [1.3]
+    use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.3]
+    use_lora = args.lora_rank > 0
     reference = policy  # with LoRA: its adapter is switched off
-    if use_reference and not lora:
-        reference = wrap(Policy(load_model(args.model, AutoModelForCausalLM), args.temperature).requires_grad_(False))
+    if use_reference and not use_lora:
+        reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
+        reference = wrap(Policy(reference_model, args.temperature))
 
     # What must survive a restart, by name; alike on all ranks, of which the first saves it. What has parameters goes
     # into `trainees`. A key that a checkpoint lacks keeps the value given here.
     state = {"iteration": 0, "best_score": -math.inf}
     if checkpoint_dir:
         state |= load_checkpoint(checkpoint_dir, trainees)
-    first, eos_ids = state["iteration"] + 1, collect_eos_ids(model, tokenizer)
-    open_run(run_dir, args, first if checkpoint_dir else 0, accelerator)
+    first_iteration = state["iteration"] + 1
+    eos_ids = collect_eos_ids(policy_model, tokenizer)
+    kept_metrics = (
+        first_iteration if checkpoint_dir else 0
+    )  # a line for each iteration done, and one of before training
+    open_run(run_dir, args, kept_metrics, accelerator)
 
-    num_minibatches, say = num_responses // args.minibatch_size, accelerator.print
-    say(
-        f"{Path(__file__).name}: {world_size} process(es) on {device.type}, {'bfloat16' if bf16 else 'float32'}\n"
-        f"  policy     {args.model}: {model.num_parameters():,} parameters, lr {args.lr}, EOS ids {eos_ids or 'none'}\n"
-        f"  reference  {'none' if not use_reference else 'policy without its adapter' if lora else 'frozen copy'}\n"
+    num_minibatches = num_responses // args.minibatch_size
+    computed_in = "bfloat16" if bf16 else "float32"
+    size = f"{policy_model.num_parameters():,} parameters"
+    reference_kind = "frozen copy" if use_reference else "none"
+    if use_reference and use_lora:
+        reference_kind = "policy without its adapter"
+    accelerator.print(
+        f"{Path(__file__).name}: {world_size} process(es) on {device.type}, {computed_in}\n"
+        f"  policy     {args.model}: {size}, lr {args.lr}, EOS ids {eos_ids or 'none'}\n"
+        f"  reference  {reference_kind}\n"
         f"  train      {train_summary}; the first ends in {train_rows[0]['prompt'][-60:]!r}\n"
         f"  passes     {args.total_iterations * args.batch_size / len(train_rows):.2g} over these rows, in all\n"
         f"  eval       {eval_summary}; the first {len(eval_rows)} are evaluated\n"
         f"  batch      {args.batch_size} prompts x {args.group_size} = {num_responses} responses = "
         f"{num_minibatches} minibatches of {args.minibatch_size} "
         f"({args.minibatch_size // world_size} per process) x {args.ppo_epochs} epoch(s)\n"
-        f"  run folder {run_dir}{f', from {checkpoint_dir.name}' if checkpoint_dir else ''}"
+        f"  run folder {run_dir}, from iteration {first_iteration}"
     )
-    progress = tqdm(range(first, args.total_iterations + 1), file=sys.stdout, dynamic_ncols=True)
-    signals = []
 
     def rollout(rows, uniforms, temperature):
         """A Response to each row, sampled with its row of uniforms (B,T): for training and evaluation.
@@ -238,22 +259,25 @@ def main(args: Args):
         """
         responses = []
         with accelerator.autocast():
-            for part in torch.arange(len(rows)).split(args.rollout_batch_size) if rows else []:
-                prompts = [rows[i]["input_ids"] for i in part]
-                responses += generate(model, prompts, uniforms[part].to(device), eos_ids, temperature)
+            for first in range(0, len(rows), args.rollout_batch_size):
+                part = slice(first, first + args.rollout_batch_size)
+                prompts = [row["input_ids"] for row in rows[part]]
+                responses += generate(policy_model, prompts, uniforms[part].to(device), eos_ids, temperature)
         return responses
 
     def microbatches(minibatch, module):
         """The micro-batches of an optimizer step. The body of the caller's loop runs inside the `with`: ranks exchange
         gradients in the last backward pass alone."""
-        for i, mb in enumerate(minibatch):
-            with nullcontext() if i == len(minibatch) - 1 else accelerator.no_sync(module):  # [7.5]
+        for mb in minibatch[:-1]:
+            with accelerator.no_sync(module):  # [7.5]
                 yield mb
+        yield minibatch[-1]
 
     def take_step(name, lr, step):
         """Clips the gradient and takes the optimizer step; returns the norm of the gradient before."""
         trained_model, optimizer = trainees[name]
-        optimizer.param_groups[0]["lr"] = lr
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         norm = nn.utils.clip_grad_norm_(trained_model.parameters(), args.max_grad_norm).item()
         if not math.isfinite(norm):
             fail(f"iteration {state['iteration']}, step {step} of the {name}: gradient norm {norm}")
@@ -266,11 +290,13 @@ def main(args: Args):
         log(0, metrics, run_dir, accelerator)
         state["best_score"] = metrics.get("eval/score", -math.inf)  # only what is better than --model is a best model
     # From here on SIGTERM and Ctrl-C end the run after its iteration, with a checkpoint, if the launcher waits (30 s).
+    signals = []
     for number in signal.SIGTERM, signal.SIGINT:
-        signal.signal(number, lambda number, _: signals.append(number))
+        signal.signal(number, lambda *_: signals.append("stop"))
     # Forked workers, of a reward function's pool say, must still die of SIGTERM.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
+    progress = tqdm(range(first_iteration, args.total_iterations + 1), file=sys.stdout, dynamic_ncols=True)
     for iteration in progress:
         state["iteration"] = iteration
         started = time.perf_counter()
@@ -279,9 +305,11 @@ def main(args: Args):
         # is the noise of the global batch: minibatch k is the same set of rows at any process count.
         start = (iteration - 1) * args.batch_size
         drawn = draw_prompts(train_rows, start, args.batch_size, args.seed)[rank::world_size]  # [7.2]
-        rows = [row for row in drawn for _ in range(args.group_size)]  # a group side by side
-        stream = random_stream("rollout", args.seed, iteration)
+        rows = []
+        for row in drawn:
+            rows += [row] * args.group_size  # a group side by side
         shape = args.batch_size, args.group_size, args.max_response_length
+        stream = random_stream("rollout", args.seed, iteration)
         uniforms = torch.rand(shape, generator=stream, dtype=torch.float64)[rank::world_size]  # [7.3] (N,G,T)
         uniforms = uniforms.flatten(0, 1)  # (B,T)
         responses = rollout(rows, uniforms, args.temperature)
@@ -289,32 +317,32 @@ def main(args: Args):
         rollout_seconds = time.perf_counter() - started
 
         # 2. Reward: one score per response.
-        texts, scores = compute_scores(reward_function, tokenizer, rows, responses)
-        scores = torch.tensor(scores, device=device)  # [8.1] (B,)
+        texts, plain_scores = compute_scores(reward_function, tokenizer, rows, responses)
         truncated = torch.tensor([response.truncated for response in responses], device=device)  # (B,)
-        scores = scores - args.missing_eos_penalty * truncated
+        scores = torch.tensor(plain_scores, device=device) - args.missing_eos_penalty * truncated  # [8.1] (B,)
 
         # Cut the batch. minibatch_rows[k]: this rank's rows of minibatch k. minibatches[k]: the same as a list of
         # micro-batches, each an index into (B,L). counts[k]: its tokens and responses on all ranks together, the
         # denominators of its losses. Every epoch shuffles the order of minibatches, alike on all ranks, not their rows.
-        minibatch_rows = torch.arange(len(rows)).view(num_minibatches, -1).tolist()
-        minibatches = [pack(row_lengths, part, args.microbatch_tokens, device) for part in minibatch_rows]  # [3.2]
-        masks = [mask[part] for part in minibatch_rows]
-        counts = [all_reduce(torch.stack([m.sum(), m.any(1).sum()])).tolist() for m in masks]  # [7.4]
+        minibatch_rows = torch.arange(len(rows)).split(args.minibatch_size // world_size)
+        minibatches = [pack(row_lengths, part.tolist(), args.microbatch_tokens, device) for part in minibatch_rows]
+        counts = [count_actions(mask[part]) for part in minibatch_rows]  # [7.4]
         stream = random_stream("minibatches", args.seed, iteration)
-        orders = torch.rand(args.ppo_epochs, num_minibatches, generator=stream).argsort().tolist()
-        steps = [(epoch, k) for epoch, order in enumerate(orders) for k in order]  # [3.7]
+        steps = []  # [3.7] epoch and minibatch of each optimizer step
+        for epoch in range(args.ppo_epochs):
+            order = torch.rand(len(minibatches), generator=stream).argsort()
+            steps += [(epoch, k) for k in order.tolist()]
 
         # 3. Log-probs of the policy that sampled and of the reference, by the forward pass of training; the
         # sampler's differ from these by rounding.
         old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
         ref_logprobs = old_logprobs  # without a reference every KL is 0
         if use_reference:
-            if lora:
-                model.disable_adapters()  # [4.11]
+            if use_lora:
+                policy_model.disable_adapters()  # [4.11]
             ref_logprobs = forward_all(reference, minibatches, tokens, mask)
-            if lora:
-                model.enable_adapters()
+            if use_lora:
+                policy_model.enable_adapters()
 
         # 5. Rewards and advantages: one advantage for a response, at each of its tokens.
         kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [4.5] (B,L)
@@ -325,14 +353,14 @@ def main(args: Args):
         warmup = min(1.0, iteration / max(1, args.warmup_iterations))
 
         # 6. Actor update. new_logprobs and entropy keep what each epoch computed, for the log; NaN where nothing was.
-        clips = args.clip_low, args.clip_high
-        new_logprobs, entropy = torch.full((2, args.ppo_epochs, *mask.shape), torch.nan, device=device)  # (epochs,B,L)
+        new_logprobs = torch.full((args.ppo_epochs, *mask.shape), torch.nan, device=device)  # (epochs,B,L)
+        entropy = torch.full_like(new_logprobs, torch.nan)
         actor_loss = torch.zeros((), device=device)
         actor_norms = []
         for step, (epoch, k) in enumerate(steps, 1):
             for mb in microbatches(minibatches[k], policy):
                 mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
-                mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], *clips)
+                mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], args.clip_low, args.clip_high)
                 if args.entropy_coef:
                     mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.8]
                 if args.kl_loss_coef:
@@ -341,26 +369,27 @@ def main(args: Args):
                 loss = aggregate(mb_losses, mask[mb], args.loss_agg, *counts[k], args.max_response_length)
                 (loss * world_size).backward()  # DDP averages over ranks, but shares must add up
                 actor_loss += loss.detach()
-                new_logprobs[epoch][mb], entropy[epoch][mb] = mb_logprobs.detach(), mb_entropy.detach()
+                new_logprobs[epoch][mb] = mb_logprobs.detach()
+                entropy[epoch][mb] = mb_entropy.detach()
             actor_norms.append(take_step("policy", args.lr * warmup, step))
 
         # Log. Every number covers the actions, or the responses, of all ranks: every rank calls `mean` and `std`.
         computed = mask & ~new_logprobs.isnan()  # (epochs,B,L)
         ratio = torch.where(computed, (new_logprobs - old_logprobs).exp(), 0)
+        _, clipped = policy_loss(new_logprobs, old_logprobs, advantages, args.clip_low, args.clip_high)
         # Sampler against training pass in the first step, before anything moved: what catches a shift.
-        first_rows, actor_steps = minibatch_rows[steps[0][1]], max(1, len(actor_norms))
+        first_rows = minibatch_rows[steps[0][1]]
         logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
-        actor_metrics = {
-            "actor/loss": all_reduce(actor_loss).item() / actor_steps,
-            "actor/clipfrac": mean(policy_loss(new_logprobs, old_logprobs, advantages, *clips)[1], computed),
+        actor_step_count = max(1, len(actor_norms))
+        metrics = {
+            "actor/loss": all_reduce(actor_loss).item() / actor_step_count,
+            "actor/clipfrac": mean(clipped, computed),
             "actor/approx_kl": mean(kl_penalty(old_logprobs, new_logprobs, "k3"), computed),  # [3.13]
             "actor/ratio_mean": mean(ratio, computed),
             "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
             "actor/entropy": mean(entropy, computed),
-            "actor/grad_norm": sum(actor_norms) / actor_steps,
+            "actor/grad_norm": sum(actor_norms) / actor_step_count,
             "rollout/logprob_diff": logprob_diff,
-        }
-        metrics = {
             "reward/mean": mean(scores),
             "reward/std": std(scores),
             "reward/total_mean": mean(torch.where(mask, rewards, 0).sum(1)),
@@ -373,20 +402,19 @@ def main(args: Args):
             "time/rollout": rollout_seconds,
             "time/iteration": time.perf_counter() - started,  # without the evaluation and what is saved
         }
-        metrics |= actor_metrics
-        is_first = iteration == first
-        if is_first and logprob_diff > (0.1 if bf16 else 1e-2):
+        limit = 0.1 if bf16 else 1e-2
+        if not logprob_diff <= limit:  # NaN is not, either
             fail(f"sampler and training pass differ by {logprob_diff:.2g}: wrong mask, or transformed logits")
         if args.group_size > 1:
             metrics["group/zero_std_frac"] = mean(constant_groups(scores, args.group_size))
 
         # Evaluate, log, save, stop.
-        if PARENT not in (None, os.getppid()):
+        if LAUNCHED and os.getppid() != PARENT:
             sys.exit("error: the launcher has gone, so this process ends; go on with --resume")
         is_last = iteration == args.total_iterations
         if is_last or (args.eval_every and iteration % args.eval_every == 0):
-            columns = {"prompt": [row["prompt"] for row in rows], "response": texts, "score": scores.tolist()}
-            write_rows(run_dir / f"completions/step_{iteration:06d}.jsonl", columns, accelerator)
+            completions = {"prompt": [row["prompt"] for row in rows], "response": texts, "score": scores.tolist()}
+            write_rows(run_dir / f"completions/step_{iteration:06d}.jsonl", completions, accelerator)
             metrics |= evaluate(iteration, eval_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
             if metrics.get("eval/score", -math.inf) > state["best_score"]:
                 state["best_score"] = metrics["eval/score"]
@@ -395,7 +423,8 @@ def main(args: Args):
                 if accelerator.is_main_process:
                     for former in set(run_dir.glob("best_*")) - {best_dir}:
                         remove(former)
-        progress.set_postfix({name: metrics.get(name) for name in SHOWN})
+        shown = {name: metrics.get(name) for name in SHOWN}
+        progress.set_postfix(shown)
         log(iteration, metrics, run_dir, accelerator)
         stop = all_reduce(torch.tensor(len(signals), device=device)).item() > 0
         if stop or (args.save_every and iteration % args.save_every == 0):
@@ -406,10 +435,11 @@ def main(args: Args):
 
     progress.close()
     if state["iteration"] < args.total_iterations:
-        say(f"stopped after iteration {state['iteration']}; --resume auto --run-name {run_dir.name} goes on")
-    elif args.total_iterations:
+        iteration = state["iteration"]
+        accelerator.print(f"stopped after iteration {iteration}; --resume auto --run-name {run_dir.name} goes on")
+    elif args.total_iterations > 0:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
-        say(f"saved {run_dir}/final\n  plot  python benchmarks/plot.py {run_dir}")
+        accelerator.print(f"saved {run_dir}/final\n  plot  python benchmarks/plot.py {run_dir}")
     # torch waits for gloo's threads while it holds the lock (GIL) that they need to end: without the pause a run that
     # had saved everything now and then never ended (pytorch issue 56297).
     time.sleep(0.5)
@@ -821,42 +851,58 @@ def load_prompts(source, table, args, tokenizer):
 
     `columns` are those of the data, and `messages`, the prompt as a chat. Too long prompts are left out.
     """
-    names, rows = table.column_names, []
-    if missing := {args.prompt_column, args.answer_column} - {*names, None}:
-        fail(f"{source}: no column {missing.pop()}; --prompt-column and --answer-column can name {', '.join(names)}")
-    use_chat = tokenizer.chat_template and args.chat_template != "none"
+    if table is None:
+        return [], "no test data: --eval-dataset can name some"
+    names = table.column_names
+    for column in args.prompt_column, args.answer_column:
+        if column is not None and column not in names:
+            fail(f"{source}: no column {column}; --prompt-column and --answer-column can name {', '.join(names)}")
+    use_chat = bool(tokenizer.chat_template) and args.chat_template != "none"
+    rows = []
     for number, columns in enumerate(table.to_list(), 1):
-        prompt, answer = columns[args.prompt_column], columns.get(args.answer_column)
-        answer = answer["ground_truth"] if isinstance(answer, dict) else answer  # verl's column reward_model
+        prompt = columns[args.prompt_column]
+        answer = columns.get(args.answer_column)
+        if isinstance(answer, dict):  # verl's column reward_model
+            answer = answer["ground_truth"]
         if args.reward == "gsm8k" and gsm8k_number(f"####{answer}") is None:
-            fail(f"{source}, row {number}: --reward {args.reward} needs a reference answer, this is {answer!r}")
+            fail(f"{source}, row {number}: --reward gsm8k needs a reference answer, this is {answer!r}")
         if isinstance(prompt, str):
-            asks = use_chat and args.reward == "gsm8k" and "####" not in prompt
-            prompt = [{"role": "user", "content": prompt + GSM8K_REQUEST if asks else prompt}]
-        text = "\n".join(message["content"] for message in prompt)
+            if use_chat and args.reward == "gsm8k" and "####" not in prompt:
+                prompt += GSM8K_REQUEST
+            prompt = [{"role": "user", "content": prompt}]
         if use_chat:  # the template writes the BOS itself
             text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        else:
+            text = "\n".join(message["content"] for message in prompt)
         ids = tokenizer(text, add_special_tokens=not use_chat)["input_ids"]
         if 0 < len(ids) <= args.max_prompt_length:
             columns["messages"] = prompt
             rows.append({"prompt": text, "input_ids": ids, "answer": answer, "columns": columns})
     if not rows:
         fail(f"{source}: no prompt of 1 to {args.max_prompt_length} tokens (--max-prompt-length), or no tokenizer")
-    return rows, f"{source} ({'chat' if use_chat else 'text'}): {len(rows)} rows, {len(table) - len(rows)} left out"
+    kind = "chat" if use_chat else "text"
+    return rows, f"{source} ({kind}): {len(rows)} rows, {len(table) - len(rows)} left out"
 
 
 def gsm8k_number(text):
     """The number after the last '####' as a Decimal; None if there is none. '#### $-1,234.' is -1234."""
     _, mark, tail = text.rpartition("####")
     match = re.match(r"([-+]?) ?[$€£]? ?([-+]?)((?:\d[\d,]*)?\.?\d+)", tail.lstrip())
-    return Decimal(f"{match[1] or match[2]}{match[3].replace(',', '')}") if mark and match else None
+    if not mark or not match:
+        return None
+    sign = match[1] or match[2]
+    digits = match[3].replace(",", "")
+    return Decimal(sign + digits)
 
 
 def gsm8k(prompts, responses, answers):
     """1 if the number after the response's last '####' is the answer's (a solution with '####', or the bare number)."""
-    golds = [gsm8k_number(f"####{answer}") for answer in answers]
-    # `a == b is not None`: equal, and b is a number.
-    return [float(gsm8k_number(response) == gold is not None) for response, gold in zip(responses, golds)]
+    scores = []
+    for response, answer in zip(responses, answers):
+        number = gsm8k_number(response)
+        right = number is not None and number == gsm8k_number(f"####{answer}")
+        scores.append(float(right))
+    return scores
 
 
 def load_reward(spec):
@@ -873,11 +919,16 @@ def load_reward(spec):
 
 def compute_scores(reward_function, tokenizer, rows, responses):
     """(texts of the Responses, one finite float for each)."""
+    if not rows:
+        return [], []
     texts = tokenizer.batch_decode([response.ids for response in responses], skip_special_tokens=True)
-    names = list(inspect.signature(reward_function).parameters)[3:]  # [8.3] what it asks for besides these three
-    columns = {name: [row["columns"][name] for row in rows] for name in names if name in rows[0]["columns"]}
-    scores = reward_function([row["prompt"] for row in rows], texts, [row["answer"] for row in rows], **columns)
-    scores = list(map(float, scores))
+    prompts = [row["prompt"] for row in rows]
+    answers = [row["answer"] for row in rows]
+    columns = {}
+    for name in list(inspect.signature(reward_function).parameters)[3:]:  # [8.3] what it asks for besides these three
+        if name in rows[0]["columns"]:
+            columns[name] = [row["columns"][name] for row in rows]
+    scores = [float(score) for score in reward_function(prompts, texts, answers, **columns)]
     if len(scores) != len(rows) or not all(map(math.isfinite, scores)):
         fail(f"the reward should give {len(rows)} finite numbers, got {len(scores)}: {str(scores)[:300]}", alone=True)
     return texts, scores
@@ -895,20 +946,25 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
     """
     if not rows:
         return {}
-    stream, own = random_stream("eval", args.seed), slice(accelerator.process_index, None, accelerator.num_processes)
-    uniforms = torch.rand(len(rows), args.max_response_length, generator=stream, dtype=torch.float64)[own]
-    rows, metrics = rows[own], {}
+    stream = random_stream("eval", args.seed)
+    uniforms = torch.rand(len(rows), args.max_response_length, generator=stream, dtype=torch.float64)
+    mine = slice(
+        accelerator.process_index, None, accelerator.num_processes
+    )  # perhaps no row: collectives need all ranks
+    rows = rows[mine]
+    metrics = {}
     completions = {"prompt": [row["prompt"] for row in rows], "answer": [row["answer"] for row in rows]}
-    for score, response, temperature in ("score", "response", 0), ("score_sampled", "response_sampled", 1):
-        responses = rollout(rows, uniforms, temperature)
-        # A rank may have no row, yet it takes part in the means.
-        texts, scores = compute_scores(reward_function, tokenizer, rows, responses) if rows else ([], [])
-        metrics[f"eval/{score}"] = mean(torch.tensor(scores, device=accelerator.device))
-        metrics["eval/length_mean"] = mean(torch.tensor([len(x.ids) for x in responses], device=accelerator.device))
-        completions |= {response: texts, score: scores}
+    for kind, temperature in ("", 0), ("_sampled", 1):
+        responses = rollout(rows, uniforms[mine], temperature)
+        texts, scores = compute_scores(reward_function, tokenizer, rows, responses)
+        lengths = [len(response.ids) for response in responses]
+        metrics[f"eval/score{kind}"] = mean(torch.tensor(scores, device=accelerator.device))
+        metrics["eval/length_mean"] = mean(torch.tensor(lengths, device=accelerator.device))
+        completions[f"response{kind}"] = texts
+        completions[f"score{kind}"] = scores
     write_rows(run_dir / f"completions/eval_{iteration:06d}.jsonl", completions, accelerator)
-    line = f"\riteration {iteration}: eval {metrics['eval/score']:.3f} greedy, "
-    accelerator.print(f"{line}{metrics['eval/score_sampled']:.3f} sampled, length {metrics['eval/length_mean']:.1f}")
+    greedy, sampled, length = metrics["eval/score"], metrics["eval/score_sampled"], metrics["eval/length_mean"]
+    accelerator.print(f"\riteration {iteration}: eval {greedy:.3f} greedy, {sampled:.3f} sampled, length {length:.1f}")
     return metrics
 
 
@@ -929,35 +985,41 @@ def fail(sentence, alone=False):
     sys.exit(1)
 
 
-def find_run(args, accelerator):
+def find_run(args):
     """(folder of the run, checkpoint to go on from or None)."""
-    # Without the time --resume auto finds it again.
-    name = args.run_name or f"{Path(__file__).stem}-{args.seed}" + time.strftime("-%Y%m%d-%H%M%S") * (not args.resume)
-    checkpoint_dir = None if args.resume in (None, "auto") else Path(args.resume).resolve()
-    run_dir = checkpoint_dir.parents[1] if checkpoint_dir else Path(args.output_dir, broadcast_object_list([name])[0])
-    if args.resume is None and run_dir.exists():
-        fail(f"the run folder {run_dir} exists: choose another --run-name, or go on with --resume auto")
+    name = args.run_name or f"{Path(__file__).stem}-{args.seed}"
+    if args.run_name is None and args.resume is None:  # with the time in it --resume auto would not find it
+        name += time.strftime("-%Y%m%d-%H%M%S")
+    run_dir = Path(args.output_dir, broadcast_object_list([name])[0])
+    if args.resume is None:
+        if run_dir.exists():
+            fail(f"the run folder {run_dir} exists: choose another --run-name, or go on with --resume auto")
+        return run_dir, None
+    if args.resume != "auto":
+        checkpoint_dir = Path(args.resume).resolve()
+        run_dir = checkpoint_dir.parents[1]
     newest = max(run_dir.glob("checkpoints/step_*"), default=None)
-    if checkpoint_dir not in (None, newest):
+    if args.resume != "auto" and checkpoint_dir != newest:
         fail(f"{checkpoint_dir} is not the newest checkpoint of its run, which is {newest}: move that away first")
-    return run_dir, newest if args.resume == "auto" else checkpoint_dir
+    return run_dir, newest
 
 
-def open_run(run_dir, args, first, accelerator):
-    """Writes what the run folder begins with, drops metrics from after the checkpoint, and starts the tracker."""
+def open_run(run_dir, args, kept_metrics, accelerator):
+    """Writes what the run folder begins with, keeps so many lines of metrics, and starts the tracker."""
     script = Path(getattr(sys.modules["__main__"], "__file__", __file__))  # it may import this file and change a part
-    about = asdict(args) | {"num_processes": accelerator.num_processes, "script": script.name}
+    settings = asdict(args) | {"num_processes": accelerator.num_processes, "script": script.name}
     if accelerator.is_main_process:
         (run_dir / "completions").mkdir(parents=True, exist_ok=True)
-        (run_dir / "args.json").write_text(json.dumps(about, indent=1))
-        for file in {Path(__file__), script}:
-            (run_dir / file.name).write_text(file.read_text())
-        metrics = run_dir / "metrics.jsonl"
-        metrics.touch()
-        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:first]))  # a line per iteration
+        (run_dir / "args.json").write_text(json.dumps(settings, indent=1))
+        shutil.copy(__file__, run_dir)
+        shutil.copy(script, run_dir)
+        metrics_file = run_dir / "metrics.jsonl"
+        metrics_file.touch()
+        lines = metrics_file.read_text().splitlines(keepends=True)
+        metrics_file.write_text("".join(lines[:kept_metrics]))
     accelerator.project_configuration.logging_dir = str(run_dir)
-    settings = {"wandb": {"name": run_dir.name, "config": about}, "tensorboard": {"purge_step": first}}
-    accelerator.init_trackers(Path(__file__).stem, None, settings)
+    trackers = {"wandb": {"name": run_dir.name, "config": settings}, "tensorboard": {"purge_step": kept_metrics}}
+    accelerator.init_trackers(Path(__file__).stem, None, trackers)
 
 
 def remove(folder):
@@ -970,34 +1032,42 @@ def remove(folder):
 
 
 @contextmanager
-def written_whole(path):
+def written_whole(path, accelerator):
     """Yields a temporary folder that takes the name `path` once the block is done: what has that name is complete.
 
-    A folder of that name is there after a kill, or in a run that is prolonged: it is removed first.
+    A folder of that name is there after a kill, or in a run that is prolonged: it goes first. Every rank must enter.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
-    temporary.mkdir(parents=True)
+    if accelerator.is_main_process:
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
+        temporary.mkdir(parents=True)
+    accelerator.wait_for_everyone()
     yield temporary
-    remove(path)
-    temporary.rename(path)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        remove(path)
+        temporary.rename(path)
 
 
 def write_rows(path, columns, accelerator):
     """Writes a table {name: list} of the rows of all ranks as .jsonl, sorted: the same at any process count."""
-    rows = gather_object([json.dumps(dict(zip(columns, row)), ensure_ascii=False) for row in zip(*columns.values())])
-    if accelerator.is_main_process and rows:
-        path.write_text("\n".join(sorted(rows)))
+    lines = []
+    for values in zip(*columns.values(), strict=True):
+        row = dict(zip(columns, values))
+        lines.append(json.dumps(row, ensure_ascii=False))
+    lines = sorted(gather_object(lines))
+    if accelerator.is_main_process and lines:
+        path.write_text("\n".join(lines))
 
 
 def save_models(path, trainees, tokenizer, accelerator):
     """Plain transformers folders with the tokenizer: the policy in `path`, any other model in a folder of its name."""
-    if accelerator.is_main_process:
-        with written_whole(path) as folder:
-            for name, (model, _) in trainees.items():
-                place = folder if name == "policy" else folder / name
-                model.save_pretrained(place)
-                tokenizer.save_pretrained(place)
+    with written_whole(path, accelerator) as folder:
+        for name, (model, _) in trainees.items():
+            target = folder if name == "policy" else folder / name
+            if accelerator.is_main_process:
+                model.save_pretrained(target)
+                tokenizer.save_pretrained(target)
 
 
 def trained_parameters(model):
@@ -1005,12 +1075,20 @@ def trained_parameters(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def shapes(tensors):
+    """{name: tensor} -> {name: its shape}"""
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
 def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
     """What is trained, the states of its optimizers and `state`; the newest `keep` stay. Every rank calls it."""
+    saved = {"state": state}
+    for name, (model, optimizer) in trainees.items():
+        saved[name] = (trained_parameters(model), optimizer.state_dict())
+    with written_whole(path, accelerator) as folder:
+        if accelerator.is_main_process:
+            torch.save(saved, folder / "checkpoint.pt")
     if accelerator.is_main_process:
-        with written_whole(path) as folder:
-            parts = {name: (trained_parameters(m), x.state_dict()) for name, (m, x) in trainees.items()}
-            torch.save(parts | {"state": state}, folder / "checkpoint.pt")
         for old in sorted(path.parent.glob("step_*"))[:-keep]:
             remove(old)
 
@@ -1022,8 +1100,7 @@ def load_checkpoint(path, trainees):
         fail(f"the checkpoint {path} is of another script: it has {', '.join(saved)}")
     for name, (model, optimizer) in trainees.items():
         weights, moments = saved[name]
-        shapes, own = ({key: x.shape for key, x in w.items()} for w in (weights, trained_parameters(model)))
-        if shapes != own:
+        if shapes(weights) != shapes(trained_parameters(model)):
             fail(f"the checkpoint {path} is of another model, or --lora-rank, than {name} is now")
         model.load_state_dict(weights, strict=False)
         optimizer.load_state_dict(optimizer.state_dict() | {"state": moments["state"]})
@@ -1032,8 +1109,9 @@ def load_checkpoint(path, trainees):
 
 def parse_args():
     """Args from the command line; without --model those of the embedded task are the defaults."""
-    given = "--model" in " ".join(sys.argv)
-    return tyro.cli(Args) if given else tyro.cli(Args, default=Args(**EMBEDDED))
+    if any(word.split("=")[0] == "--model" for word in sys.argv):
+        return tyro.cli(Args)
+    return tyro.cli(Args, default=Args(**EMBEDDED))
 
 
 if __name__ == "__main__":
