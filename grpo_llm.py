@@ -131,7 +131,7 @@ class Args:
     run_name: str | None = None  # folder of this run inside it (default: script-seed-time, auto: script-seed)
     seed: int = 1  # of data order and sampling
     eval_every: int = 10  # iterations between evaluations (0: only before and after training)
-    eval_rows: int = 512  # so many of the first test rows are evaluated (0: never; completions are not written then)
+    eval_rows: int = 512  # so many of the first test rows are evaluated (0: never)
     track: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # where metrics go besides metrics.jsonl
     save_every: int = 10  # iterations between checkpoints (0: only the one that SIGTERM or Ctrl-C leaves)
     keep_checkpoints: int = 2  # so many of the newest are kept (0: all)
@@ -139,9 +139,16 @@ class Args:
 
 
 # What the embedded task needs in place of the defaults for a real model: used when --model is absent.
-EMBEDDED = {"model": f"{TINY}/model", "dataset": f"{TINY}/train.jsonl", "total_iterations": 40, "lr": 1.5e-4}
-EMBEDDED |= {"max_prompt_length": 256, "max_response_length": 64, "microbatch_tokens": 1024}
-EMBEDDED |= {"eval_dataset": f"{TINY}/test.jsonl"}
+EMBEDDED = {
+    "model": f"{TINY}/model",
+    "dataset": f"{TINY}/train.jsonl",
+    "eval_dataset": f"{TINY}/test.jsonl",
+    "max_prompt_length": 256,
+    "max_response_length": 64,
+    "total_iterations": 40,
+    "microbatch_tokens": 1024,
+    "lr": 1.5e-4,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,11 +168,11 @@ def main(args: Args):
     bf16 = args.dtype == "bfloat16"
     if args.dtype == "auto" and num_gpus > 0:
         bf16 = torch.cuda.is_bf16_supported()
-    tracker = None if args.track == "none" else args.track
     # Without cpu=True two launched CPU processes would each believe to be alone. Ranks run different numbers of passes,
     # so none may send buffers around; gradients lie where DDP exchanges them, which saves a copy.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     precision = "bf16" if bf16 else "no"
+    tracker = None if args.track == "none" else args.track
     accelerator = Accelerator(
         cpu=num_gpus == 0,
         mixed_precision=precision,
@@ -176,8 +183,6 @@ def main(args: Args):
     rank = accelerator.process_index
     world_size = accelerator.num_processes
     device = accelerator.device
-    if args.model == EMBEDDED["model"] and not TINY.exists():
-        fail(f"the embedded model was expected in {TINY}: give --model, or put the script beside benchmarks/")
     if "ACCELERATE_USE_FSDP" in os.environ or "ACCELERATE_USE_DEEPSPEED" in os.environ:
         fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: launch without")
     num_responses = args.batch_size * args.group_size
@@ -223,25 +228,20 @@ def main(args: Args):
     # What must survive a restart, by name; alike on all ranks, of which the first saves it. What has parameters goes
     # into `trainees`. A key that a checkpoint lacks keeps the value given here.
     state = {"iteration": 0, "best_score": -math.inf}
+    kept_metrics = 0
     if checkpoint_dir:
         state |= load_checkpoint(checkpoint_dir, trainees)
+        kept_metrics = state["iteration"] + 1  # lines: one before training, one for each iteration
     first_iteration = state["iteration"] + 1
     eos_ids = collect_eos_ids(policy_model, tokenizer)
-    kept_metrics = (
-        first_iteration if checkpoint_dir else 0
-    )  # a line for each iteration done, and one of before training
     open_run(run_dir, args, kept_metrics, accelerator)
 
     num_minibatches = num_responses // args.minibatch_size
     computed_in = "bfloat16" if bf16 else "float32"
-    size = f"{policy_model.num_parameters():,} parameters"
-    reference_kind = "frozen copy" if use_reference else "none"
-    if use_reference and use_lora:
-        reference_kind = "policy without its adapter"
     accelerator.print(
         f"{Path(__file__).name}: {world_size} process(es) on {device.type}, {computed_in}\n"
-        f"  policy     {args.model}: {size}, lr {args.lr}, EOS ids {eos_ids or 'none'}\n"
-        f"  reference  {reference_kind}\n"
+        f"  policy     {args.model}: {policy_model.num_parameters():,} parameters, lr {args.lr}, EOS ids {eos_ids}\n"
+        f"  KL         to the start: {args.kl_reward_coef} in the reward, {args.kl_loss_coef} in the loss\n"
         f"  train      {train_summary}; the first ends in {train_rows[0]['prompt'][-60:]!r}\n"
         f"  passes     {args.total_iterations * args.batch_size / len(train_rows):.2g} over these rows, in all\n"
         f"  eval       {eval_summary}; the first {len(eval_rows)} are evaluated\n"
@@ -435,7 +435,6 @@ def main(args: Args):
 
     progress.close()
     if state["iteration"] < args.total_iterations:
-        iteration = state["iteration"]
         accelerator.print(f"stopped after iteration {iteration}; --resume auto --run-name {run_dir.name} goes on")
     elif args.total_iterations > 0:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
@@ -639,9 +638,9 @@ class Policy(nn.Module):
         logprobs = []
         entropies = []
         for chunk in zip(hidden.split(size), labels.split(size)):
-            chunk_logprobs, chunk_entropy = checkpoint(self.head, *chunk, use_reentrant=False, preserve_rng_state=False)
-            logprobs.append(chunk_logprobs)
-            entropies.append(chunk_entropy)
+            results = checkpoint(self.head, *chunk, use_reentrant=False, preserve_rng_state=False)
+            logprobs.append(results[0])
+            entropies.append(results[1])
         zeros = torch.zeros_like(mask, dtype=torch.float32)
         return zeros.masked_scatter(mask, torch.cat(logprobs)), zeros.masked_scatter(mask, torch.cat(entropies))
 
@@ -762,11 +761,8 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
 def cut_responses(tokens, logprobs, eos_ids):
     """tokens, logprobs (B,T) -> the Responses in them, each up to and with its first EOS."""
     lengths = make_response_mask(tokens, eos_ids).sum(1).tolist()
-    responses = []
-    for ids, row_logprobs, length in zip(tokens.tolist(), logprobs.tolist(), lengths):
-        truncated = ids[length - 1] not in eos_ids
-        responses.append(Response(ids[:length], row_logprobs[:length], truncated))
-    return responses
+    rows = zip(tokens.tolist(), logprobs.tolist(), lengths)
+    return [Response(ids[:n], row_logprobs[:n], ids[n - 1] not in eos_ids) for ids, row_logprobs, n in rows]
 
 
 def to_batch(rows, responses, device):
@@ -838,8 +834,6 @@ def read_splits(source):
 def read_data(args):
     """(training table, test table or None). What --eval-dataset names is read, whatever its split is called."""
     splits = read_splits(args.dataset)
-    if "train" not in splits:
-        fail(f"--dataset {args.dataset} has no train split, only {', '.join(splits)}")
     if args.eval_dataset is None:
         return splits["train"], splits.get("test")
     named = read_splits(args.eval_dataset)
@@ -897,12 +891,9 @@ def gsm8k_number(text):
 
 def gsm8k(prompts, responses, answers):
     """1 if the number after the response's last '####' is the answer's (a solution with '####', or the bare number)."""
-    scores = []
-    for response, answer in zip(responses, answers):
-        number = gsm8k_number(response)
-        right = number is not None and number == gsm8k_number(f"####{answer}")
-        scores.append(float(right))
-    return scores
+    numbers = [gsm8k_number(response) for response in responses]
+    golds = [gsm8k_number(f"####{answer}") for answer in answers]
+    return [float(number is not None and number == gold) for number, gold in zip(numbers, golds)]
 
 
 def load_reward(spec):
@@ -963,8 +954,8 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
         completions[f"response{kind}"] = texts
         completions[f"score{kind}"] = scores
     write_rows(run_dir / f"completions/eval_{iteration:06d}.jsonl", completions, accelerator)
-    greedy, sampled, length = metrics["eval/score"], metrics["eval/score_sampled"], metrics["eval/length_mean"]
-    accelerator.print(f"\riteration {iteration}: eval {greedy:.3f} greedy, {sampled:.3f} sampled, length {length:.1f}")
+    found = f"eval {metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled"
+    accelerator.print(f"\riteration {iteration}: {found}, length {metrics['eval/length_mean']:.1f}")
     return metrics
 
 
@@ -1051,13 +1042,10 @@ def written_whole(path, accelerator):
 
 def write_rows(path, columns, accelerator):
     """Writes a table {name: list} of the rows of all ranks as .jsonl, sorted: the same at any process count."""
-    lines = []
-    for values in zip(*columns.values(), strict=True):
-        row = dict(zip(columns, values))
-        lines.append(json.dumps(row, ensure_ascii=False))
-    lines = sorted(gather_object(lines))
+    rows = [dict(zip(columns, values)) for values in zip(*columns.values(), strict=True)]
+    lines = gather_object([json.dumps(row, ensure_ascii=False) for row in rows])
     if accelerator.is_main_process and lines:
-        path.write_text("\n".join(lines))
+        path.write_text("\n".join(sorted(lines)))
 
 
 def save_models(path, trainees, tokenizer, accelerator):
