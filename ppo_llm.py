@@ -631,7 +631,7 @@ def load_model(name, auto_class, new_head=(), **config_options):
 
 def add_lora(model, rank, **options):
     """Freezes `model` and puts trainable low-rank matrices beside all its linear layers, if rank > 0; returns it."""
-    if rank:
+    if rank > 0:
         from peft import LoraConfig
 
         model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options))
@@ -811,7 +811,7 @@ def to_batch(rows, responses, device):
     return tokens, mask, torch.where(mask, logprobs, 0), [len(ids) for ids in token_rows]
 
 
-def pack(lengths, rows, max_tokens, device):
+def pack(lengths, rows, max_tokens, device):  # [3.2]
     """Deals `rows` out to micro-batches of at most max_tokens padded tokens, longest first; a longer row goes alone.
 
     A micro-batch is an index into (B,L): its rows, cut to the longest. Made once per iteration and used by every pass:
@@ -969,9 +969,8 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
         return {}
     stream = random_stream("eval", args.seed)
     uniforms = torch.rand(len(rows), args.max_response_length, generator=stream, dtype=torch.float64)
-    mine = slice(
-        accelerator.process_index, None, accelerator.num_processes
-    )  # perhaps no row: collectives need all ranks
+    # A rank may have no row; it takes part in the means all the same.
+    mine = slice(accelerator.process_index, None, accelerator.num_processes)
     rows = rows[mine]
     metrics = {}
     completions = {"prompt": [row["prompt"] for row in rows], "answer": [row["answer"] for row in rows]}
@@ -1032,8 +1031,8 @@ def open_run(run_dir, args, kept_metrics, accelerator):
     if accelerator.is_main_process:
         (run_dir / "completions").mkdir(parents=True, exist_ok=True)
         (run_dir / "args.json").write_text(json.dumps(settings, indent=1))
-        shutil.copy(__file__, run_dir)
-        shutil.copy(script, run_dir)
+        for file in Path(__file__), script:
+            (run_dir / file.name).write_text(file.read_text())
         metrics_file = run_dir / "metrics.jsonl"
         metrics_file.touch()
         lines = metrics_file.read_text().splitlines(keepends=True)
