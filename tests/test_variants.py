@@ -86,7 +86,7 @@ def test_a_patch_is_of_todays_script(name):
 
 def test_patches_are_small():
     sizes = [variants.changes(name) for name in NAMES]
-    assert statistics.median(removed + added for removed, added, _ in sizes) <= 30
+    assert statistics.median(removed + added for removed, added, _ in sizes) <= 28
     assert statistics.median(hunks for *_, hunks in sizes) <= 5
 
 
@@ -103,7 +103,7 @@ def test_variants_are_linted_and_formatted(folder):
 
 def test_a_stale_patch_names_its_hunk():
     script = variants.read_patch("cispo")[1]
-    changed = (ROOT / script).read_text().replace("clipped = torch.maximum", "clipped  = torch.maximum")
+    changed = (ROOT / script).read_text().replace("unclipped = -advantages", "unclipped  = -advantages")
     with pytest.raises(SystemExit, match=rf"(?s)cispo.patch does not fit {script}.*patch failed: {script}:\d+"):
         variants.patched("cispo", changed)
 
@@ -479,9 +479,10 @@ def test_a_tools_results_are_inserted(variant, train, folder, monkeypatch, tmp_p
     batches = []
     real = algo.to_batch
     monkeypatch.setattr(algo, "to_batch", lambda *args: batches.append(args[1]) or real(*args))
+    monkeypatch.setattr(algo, "fail", lambda sentence: None)  # what is scripted is not what the model would sample
     for answer in answers:
         monkeypatch.setattr(algo, "generate", scripted(algo, tokenizer, [question + answer]))
-        flags = {"model": str(folder / "tool_model"), "dataset": data, "total_iterations": 1, "top_k": 40}
+        flags = {"model": str(folder / "tool_model"), "dataset": data, "total_iterations": 1}
         metrics = train("tool_call", **flags, max_response_length=80, batch_size=2)
         response = batches[-1][0]
         inserted = [x == algo.NOT_SAMPLED for x in response.logprobs]
