@@ -32,7 +32,7 @@ def prose(path):
 def sources():
     """Everything that a name in the notes may be the name of."""
     files = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("notes/*.py")]
-    files += [*ROOT.glob("notes/variants/*.patch"), *ROOT.glob("notes/variants/*.py")]
+    files += [*ROOT.glob("notes/variants/*.patch"), *ROOT.glob("notes/variants/*.py"), *ROOT.glob("notes/figures/*.py")]
     return "\n".join(path.read_text() for path in files) + (ROOT / "pyproject.toml").read_text()
 
 
@@ -220,7 +220,7 @@ def test_formulas_survive_github(path):
         assert not re.match(r"[\w-]", text[match.start() - 1]) and not re.match(r"\w", text[match.end()]), match[0]
 
 
-FIGURES = sorted((ROOT / "notes").glob("figures_*.py"))
+FIGURES = sorted((ROOT / "notes" / "figures").glob("*.py"))
 
 
 @pytest.mark.slow
@@ -249,19 +249,13 @@ def test_figures_are_what_their_scripts_draw(path, monkeypatch, tmp_path):
         small = [image.resize((120, 48), Image.Resampling.BOX) for image in (new, old)]
         differences = [abs(a - b) for a, b in zip(*(image.tobytes() for image in small))]
         assert sum(differences) / len(differences) < 1.5 and max(differences) < 60, file.name
-        assert (
-            f"figures/{file.name}"
-            in (ROOT / "notes" / f"{path.stem[-2:]}")
-            .with_name(  # and the note shows it
-                next(note.name for note in NOTES if note.name.startswith(path.stem[-2:]))
-            )
-            .read_text()
-        )
+        (note,) = (note for note in NOTES if note.name.startswith(f"{path.stem}-"))
+        assert f"](figures/{file.name})" in note.read_text()  # and the note shows it
 
 
 def test_no_figure_is_left_over():
     shown = {name for path in PAGES for name in re.findall(r"\]\(figures/(\w+\.png)\)", path.read_text())}
-    assert shown == {path.name for path in (ROOT / "notes" / "figures").iterdir()}
+    assert shown == {path.name for path in (ROOT / "notes" / "figures").glob("*.png")}
 
 
 def test_parameters_of_the_memory_arithmetic_are_those_of_the_models():
