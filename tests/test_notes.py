@@ -16,7 +16,7 @@ from test_project import CEILINGS, check_flags, load_benchmark, load_script
 
 NOTES = sorted((ROOT / "notes").glob("[0-9]*.md"))
 MORE = [ROOT / "notes" / f"{name}.md" for name in ("README", "walk", "guide")]
-PAGES = [*NOTES, *MORE, ROOT / "README.md"]
+PAGES = [*NOTES, *MORE, ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
 CHAPTERS = range(1, 15)
 
 
@@ -131,6 +131,12 @@ def test_links_lead_somewhere(path):
             assert 0 < int(place[1:]) <= target.read_text().count("\n"), link
 
 
+def test_every_benchmark_has_a_row_of_its_own():
+    table = (ROOT / "benchmarks" / "README.md").read_text()
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert sorted(re.findall(r"(?m)^\| [^|]+ \| \[`\w+\.py`\]\((\w+\.py)\) \|", table)) == sorted(scripts)
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_names_in_the_notes_exist(path):
     """Flags, functions, metrics and files, wherever they stand in backticks."""
@@ -140,7 +146,7 @@ def test_names_in_the_notes_exist(path):
     words = set(re.findall(r"\w+", everything))
     spans = [(span, "verl" in part) for part in text.split("\n\n") for span in re.findall(r"`([^`\n]+)`", part)]
     for span, theirs in spans:  # where verl is spoken of, names may be verl's
-        for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]*", span):
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", span):
             own = re.search(rf"(?m)^\+    {flag[2:].replace('-', '_')}: ", everything)  # of a variant
             assert flag in known | OTHERS or f'"{flag}"' in everything or own, f"`{span}`"
         if re.fullmatch(r"[a-z]+/\w+", span):  # a metric, or a folder
