@@ -16,7 +16,7 @@ from test_project import CEILINGS, check_flags, load_benchmark, load_script
 
 NOTES = sorted((ROOT / "notes").glob("[0-9]*.md"))
 MORE = [ROOT / "notes" / f"{name}.md" for name in ("README", "walk", "guide")]
-PAGES = [*NOTES, *MORE, ROOT / "README.md"]
+PAGES = [*NOTES, *MORE, ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
 CHAPTERS = range(1, 15)
 
 
@@ -32,7 +32,7 @@ def prose(path):
 def sources():
     """Everything that a name in the notes may be the name of."""
     files = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("notes/*.py")]
-    files += [*ROOT.glob("notes/variants/*.patch"), *ROOT.glob("notes/variants/*.py")]
+    files += [*ROOT.glob("notes/variants/*.patch"), *ROOT.glob("notes/variants/*.py"), *ROOT.glob("notes/figures/*.py")]
     return "\n".join(path.read_text() for path in files) + (ROOT / "pyproject.toml").read_text()
 
 
@@ -131,6 +131,12 @@ def test_links_lead_somewhere(path):
             assert 0 < int(place[1:]) <= target.read_text().count("\n"), link
 
 
+def test_every_benchmark_has_a_row_of_its_own():
+    table = (ROOT / "benchmarks" / "README.md").read_text()
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert sorted(re.findall(r"(?m)^\| [^|]+ \| \[`\w+\.py`\]\((\w+\.py)\) \|", table)) == sorted(scripts)
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_names_in_the_notes_exist(path):
     """Flags, functions, metrics and files, wherever they stand in backticks."""
@@ -140,7 +146,7 @@ def test_names_in_the_notes_exist(path):
     words = set(re.findall(r"\w+", everything))
     spans = [(span, "verl" in part) for part in text.split("\n\n") for span in re.findall(r"`([^`\n]+)`", part)]
     for span, theirs in spans:  # where verl is spoken of, names may be verl's
-        for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]*", span):
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", span):
             own = re.search(rf"(?m)^\+    {flag[2:].replace('-', '_')}: ", everything)  # of a variant
             assert flag in known | OTHERS or f'"{flag}"' in everything or own, f"`{span}`"
         if re.fullmatch(r"[a-z]+/\w+", span):  # a metric, or a folder
@@ -220,7 +226,7 @@ def test_formulas_survive_github(path):
         assert not re.match(r"[\w-]", text[match.start() - 1]) and not re.match(r"\w", text[match.end()]), match[0]
 
 
-FIGURES = sorted((ROOT / "notes").glob("figures_*.py"))
+FIGURES = sorted((ROOT / "notes" / "figures").glob("*.py"))
 
 
 @pytest.mark.slow
@@ -249,19 +255,13 @@ def test_figures_are_what_their_scripts_draw(path, monkeypatch, tmp_path):
         small = [image.resize((120, 48), Image.Resampling.BOX) for image in (new, old)]
         differences = [abs(a - b) for a, b in zip(*(image.tobytes() for image in small))]
         assert sum(differences) / len(differences) < 1.5 and max(differences) < 60, file.name
-        assert (
-            f"figures/{file.name}"
-            in (ROOT / "notes" / f"{path.stem[-2:]}")
-            .with_name(  # and the note shows it
-                next(note.name for note in NOTES if note.name.startswith(path.stem[-2:]))
-            )
-            .read_text()
-        )
+        (note,) = (note for note in NOTES if note.name.startswith(f"{path.stem}-"))
+        assert f"](figures/{file.name})" in note.read_text()  # and the note shows it
 
 
 def test_no_figure_is_left_over():
     shown = {name for path in PAGES for name in re.findall(r"\]\(figures/(\w+\.png)\)", path.read_text())}
-    assert shown == {path.name for path in (ROOT / "notes" / "figures").iterdir()}
+    assert shown == {path.name for path in (ROOT / "notes" / "figures").glob("*.png")}
 
 
 def test_parameters_of_the_memory_arithmetic_are_those_of_the_models():

@@ -1,4 +1,4 @@
-"""Figures of note 6 (three policies): python notes/figures_06.py"""
+"""Figures of note 6 (three policies): python notes/figures/06.py"""
 
 import math
 import sys
@@ -11,8 +11,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-NOTES = Path(__file__).resolve().parent
-sys.path.insert(0, str(NOTES.parent))
+FIGURES = Path(__file__).resolve().parent
+ROOT = FIGURES.parents[1]
+sys.path.insert(0, str(ROOT))
 
 from ppo_llm import rollout_weights  # noqa: E402
 
@@ -69,7 +70,7 @@ def time_line():
     axes.annotate("", (end, -0.5), (0, -0.5), arrowprops={"arrowstyle": "-|>", "color": "black"})
     axes.text(end, -0.85, "time", fontsize=8.5, ha="right", va="center")
     axes.text(0, -0.85, "height: how far the weights are from those of the start", fontsize=8.5, va="center")
-    figure.savefig(NOTES / "figures" / "policies.png", dpi=110, facecolor="white", bbox_inches="tight")
+    figure.savefig(FIGURES / "policies.png", dpi=110, facecolor="white", bbox_inches="tight")
 
 
 def main():
@@ -97,9 +98,8 @@ def main():
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(NOTES / "figures" / "is_weights.png", dpi=110)
+    figure.savefig(FIGURES / "is_weights.png", dpi=110)
 
 
 if __name__ == "__main__":
-    (NOTES / "figures").mkdir(exist_ok=True)
     main()

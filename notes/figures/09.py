@@ -1,4 +1,4 @@
-"""Figures of chapter 9 (debugging): python notes/figures_09.py
+"""Figures of chapter 9 (debugging): python notes/figures/09.py
 
 Drawn from benchmarks/results/symptoms (benchmarks/symptoms.py) and from seed 1 of the default runs.
 """
@@ -11,8 +11,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "notes" / "figures"
+FIGURES = Path(__file__).resolve().parent
+ROOT = FIGURES.parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 PPO, GRPO = "ppo/seed_1", "grpo/seed_1"
 # A look for each line, so that none depends on its colour.
 LOOKS = [("0.6", "-", None), ("C3", "-", "o"), ("C0", "--", "s"), ("C2", "-.", "^"), ("C1", ":", "D")]
@@ -38,7 +39,6 @@ def panel(axes, metric, runs, last):
 
 
 def save(figure, name):
-    FIGURES.mkdir(exist_ok=True)
     figure.savefig(FIGURES / name, dpi=110)
     plt.close(figure)
 

@@ -1,4 +1,4 @@
-"""Figures of note 1: `python notes/figures_01.py` writes notes/figures/{phases,token_table,credit}.png.
+"""Figures of note 1: `python notes/figures/01.py` writes notes/figures/{phases,token_table,credit}.png.
 
 The numbers of token_table.png go to notes/web/response.js, too: the site has them with sliders.
 """
@@ -14,14 +14,13 @@ import torch
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-ROOT = Path(__file__).resolve().parents[1]
+FIGURES = Path(__file__).resolve().parent
+ROOT = FIGURES.parents[1]
 sys.path.insert(0, str(ROOT))
 
 
 def save(figure, name):
-    folder = ROOT / "notes" / "figures"
-    folder.mkdir(exist_ok=True)
-    figure.savefig(folder / f"{name}.png", dpi=110, facecolor="white", bbox_inches="tight")
+    figure.savefig(FIGURES / f"{name}.png", dpi=110, facecolor="white", bbox_inches="tight")
     plt.close(figure)
 
 

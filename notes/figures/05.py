@@ -1,4 +1,4 @@
-"""Figures of note 5: python notes/figures_05.py, from the repository root."""
+"""Figures of note 5: python notes/figures/05.py, from the repository root."""
 
 import sys
 from math import comb
@@ -10,11 +10,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+FIGURES = Path(__file__).resolve().parent
+ROOT = FIGURES.parents[1]
 sys.path.insert(0, str(ROOT))
 from grpo_llm import aggregate, group_advantages  # noqa: E402
-
-FIGURES = ROOT / "notes" / "figures"
 
 
 def push(estimator, p, n):
@@ -105,7 +104,6 @@ def group_noise():
 
 
 if __name__ == "__main__":
-    FIGURES.mkdir(exist_ok=True)
     difficulty()
     aggregation()
     group_noise()

@@ -1,4 +1,4 @@
-"""Figure of note 13 (the attention mask of shared_prompt): python notes/figures_13.py"""
+"""Figure of note 13 (the attention mask of shared_prompt): python notes/figures/13.py"""
 
 import importlib.util
 import sys
@@ -11,8 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-NOTES = Path(__file__).resolve().parent
-sys.path.insert(0, str(NOTES))
+FIGURES = Path(__file__).resolve().parent
+sys.path.insert(0, str(FIGURES.parent))
 
 import variants  # noqa: E402
 
@@ -81,7 +81,7 @@ def main():
         fontsize=8.5,
         frameon=False,
     )
-    figure.savefig(NOTES / "figures" / "shared_prompt.png", dpi=110, facecolor="white", bbox_inches="tight")
+    figure.savefig(FIGURES / "shared_prompt.png", dpi=110, facecolor="white", bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Figure of note 2: `python notes/figures_02.py` writes notes/figures/lambda.png."""
+"""Figure of note 2: `python notes/figures/02.py` writes notes/figures/lambda.png."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,8 @@ import torch
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-ROOT = Path(__file__).resolve().parents[1]
+FIGURES = Path(__file__).resolve().parent
+ROOT = FIGURES.parents[1]
 sys.path.insert(0, str(ROOT))
 
 
@@ -73,5 +74,4 @@ if __name__ == "__main__":
     one_episode(left)
     error(right)
     figure.tight_layout()
-    (ROOT / "notes" / "figures").mkdir(exist_ok=True)
-    figure.savefig(ROOT / "notes" / "figures" / "lambda.png", dpi=110, facecolor="white", bbox_inches="tight")
+    figure.savefig(FIGURES / "lambda.png", dpi=110, facecolor="white", bbox_inches="tight")

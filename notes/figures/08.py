@@ -1,4 +1,4 @@
-"""Figure of note 8: python notes/figures_08.py, from the repository root."""
+"""Figure of note 8: python notes/figures/08.py, from the repository root."""
 
 import csv
 from pathlib import Path
@@ -8,8 +8,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-ROOT = Path(__file__).resolve().parent.parent
-FIGURES, RESULTS = ROOT / "notes" / "figures", ROOT / "benchmarks" / "results"
+FIGURES = Path(__file__).resolve().parent
+ROOT = FIGURES.parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def read(name, column, seeds=(1, 2, 3)):
@@ -37,5 +38,4 @@ def signal():
 
 
 if __name__ == "__main__":
-    FIGURES.mkdir(exist_ok=True)
     signal()

@@ -1,14 +1,17 @@
-"""Figure of note 14: python notes/figures_14.py writes notes/figures/memory.png."""
+"""Figure of note 14: python notes/figures/14.py writes notes/figures/memory.png."""
 
+import sys
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from memory import CARDS, GIB, SHAPES, WAYS, budget
 
-FIGURES = Path(__file__).resolve().parent / "figures"
+FIGURES = Path(__file__).resolve().parent
+sys.path.insert(0, str(FIGURES.parent))
+from memory import CARDS, GIB, SHAPES, WAYS, budget  # noqa: E402
+
 PARTS = {
     "weights": (["weights"], "#4477aa", ""),
     "reference": (["reference"], "#88bbdd", "//"),
@@ -45,5 +48,4 @@ def memory(model="Qwen2.5-1.5B"):
 
 
 if __name__ == "__main__":
-    FIGURES.mkdir(exist_ok=True)
     memory()

@@ -1,4 +1,4 @@
-"""Figures of note 4 (KL): python notes/figures_04.py"""
+"""Figures of note 4 (KL): python notes/figures/04.py"""
 
 import csv
 import math
@@ -11,8 +11,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-NOTES = Path(__file__).resolve().parent
-sys.path.insert(0, str(NOTES.parent))
+FIGURES = Path(__file__).resolve().parent
+ROOT = FIGURES.parents[1]
+sys.path.insert(0, str(ROOT))
 
 from ppo_llm import AdaptiveKL, kl_penalty  # noqa: E402
 
@@ -54,7 +55,7 @@ def kl_estimators(draws=1_000_000):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(NOTES / "figures" / "kl_estimators.png", dpi=110)
+    figure.savefig(FIGURES / "kl_estimators.png", dpi=110)
 
 
 class Unclipped(AdaptiveKL):
@@ -100,7 +101,7 @@ def adaptive_kl():
     axes[1].legend(fontsize=7, loc="lower right")
     right = axes[2].twinx()
     for seed, line in zip((1, 2, 3), ("-", "--", "-.")):
-        path = NOTES.parent / "benchmarks" / "results" / "stories" / "ppo" / f"seed_{seed}.csv"
+        path = ROOT / "benchmarks" / "results" / "stories" / "ppo" / f"seed_{seed}.csv"
         with open(path) as file:
             rows = list(csv.DictReader(file))[1:]
         steps = [int(row["step"]) for row in rows]
@@ -117,10 +118,9 @@ def adaptive_kl():
     for part in axes:
         part.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(NOTES / "figures" / "adaptive_kl.png", dpi=110)
+    figure.savefig(FIGURES / "adaptive_kl.png", dpi=110)
 
 
 if __name__ == "__main__":
-    (NOTES / "figures").mkdir(exist_ok=True)
     kl_estimators()
     adaptive_kl()
