@@ -67,7 +67,7 @@ def phases():
     arrow((80, 35), (84, 35))
     arrow((49, 52), (49, 22), (42, 22), (42, 18))
     axes.text(80.5, 40, "advantages,\nold_logprobs", fontsize=7.5, family="monospace", ha="left", va="center")
-    arrow((76, 29), (76, 14), (84, 14), text="returns,\nvalues", at=(77, 18.5), ha="left")
+    arrow((76, 29), (76, 14), (84, 14), text="returns", at=(77, 18.5), ha="left")
     back = "new weights: the {} the next batch"
     arrow(
         (91.5, 37), (91.5, 59), (8.5, 59), (8.5, 56), text=back.format("actor that samples"), at=(50, 57.6), family=None
@@ -88,7 +88,8 @@ def traced():
     folder = str(ROOT / "benchmarks" / "tiny" / "model")
     tokenizer = ppo.AutoTokenizer.from_pretrained(folder)
     policy, reference = (ppo.Policy(ppo.load_model(folder, ppo.AutoModelForCausalLM), 1.0) for _ in range(2))
-    critic, eos_ids = ppo.Critic(folder, 0), ppo.collect_eos_ids(policy.model, tokenizer)
+    critic = ppo.Critic(ppo.load_critic(folder, lora_rank=0))
+    eos_ids = ppo.collect_eos_ids(policy.model, tokenizer)
     data = [json.loads(line) for line in (ROOT / "benchmarks" / "tiny" / "train.jsonl").read_text().splitlines()]
     data = [row | {"input_ids": tokenizer(row["question"])["input_ids"]} for row in data]
     actor_step, critic_step = (
@@ -98,7 +99,7 @@ def traced():
     for iteration in range(1, 5):
         rows = ppo.draw_prompts(data, 32 * (iteration - 1), 32, seed=1)
         noise = torch.rand(32, 40, generator=ppo.random_stream("rollout", 1, iteration), dtype=torch.float64)
-        responses = ppo.generate(policy.model, [row["input_ids"] for row in rows], noise, eos_ids, 1.0, 1.0, 0)
+        responses = ppo.generate(policy.model, [row["input_ids"] for row in rows], noise, eos_ids, 1.0)
         tokens, mask, _, _ = ppo.to_batch(rows, responses, "cpu")
         texts = tokenizer.batch_decode([response.ids for response in responses], skip_special_tokens=True)
         scores = torch.tensor(ppo.gsm8k(None, texts, [row["answer"] for row in rows]))
@@ -111,7 +112,7 @@ def traced():
             logprobs, _ = policy(tokens, mask)
             losses, clipped = ppo.policy_loss(logprobs, old, whitened, clip_low=0.2, clip_high=0.2)
             ratios, clips = [*ratios, (logprobs - old).exp().detach()], [*clips, clipped]
-            critic_losses = ppo.value_loss(critic(tokens, mask), values, returns)
+            critic_losses = ppo.value_loss(critic(tokens, mask), returns)
             for model, step, x in (policy, actor_step, losses), (critic, critic_step, critic_losses):
                 ppo.aggregate(x, mask, "token-mean", int(mask.sum()), len(rows), 40).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -214,7 +215,7 @@ def credit():
         values = []
         for t in range(len(response)):
             noise = torch.rand(300, 40, generator=torch.Generator().manual_seed(t), dtype=torch.float64)
-            ends = generate(model, [prompt + response[:t]] * 300, noise, eos_ids, 1.0, 1.0, 0)
+            ends = generate(model, [prompt + response[:t]] * 300, noise, eos_ids, 1.0)
             texts = [tokenizer.decode(response[:t] + end.ids, skip_special_tokens=True) for end in ends]
             values.append(sum(gsm8k(None, texts, [row["answer"]] * 300)) / 300)
         values = torch.tensor([values])

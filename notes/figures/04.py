@@ -15,7 +15,24 @@ FIGURES = Path(__file__).resolve().parent
 ROOT = FIGURES.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ppo_llm import AdaptiveKL, kl_penalty  # noqa: E402
+from ppo_llm import kl_penalty  # noqa: E402
+
+
+def estimate(logprobs, ref_logprobs, kind):
+    """kl_penalty, and the kind `abs`, which left the scripts in 0.3 (variant kl_gradient, not yet there)."""
+    if kind == "abs":
+        return (logprobs - ref_logprobs).abs()
+    return kl_penalty(logprobs, ref_logprobs, kind)
+
+
+class AdaptiveKL:
+    """Proportional controller of the KL coefficient; it left the scripts in 0.3."""
+
+    def __init__(self, coef, target, horizon):
+        self.coef, self.target, self.horizon = coef, target, horizon
+
+    def update(self, kl, n):
+        self.coef *= 1 + max(-0.2, min(0.2, kl / self.target - 1)) * n / self.horizon
 
 
 def kl_estimators(draws=1_000_000):
@@ -38,7 +55,7 @@ def kl_estimators(draws=1_000_000):
     for kind, (color, line, marker) in looks.items():
         biases, stds = [], []
         for kl in points:
-            found = kl_penalty(kl + math.sqrt(2 * kl) * noise, torch.zeros(1, dtype=torch.float64), kind)
+            found = estimate(kl + math.sqrt(2 * kl) * noise, torch.zeros(1, dtype=torch.float64), kind)
             biases.append(found.mean().item() / kl - 1)
             stds.append(found.std().item() / kl)
         left.plot(points, biases, color=color, linestyle="none", marker=marker, label=kind)

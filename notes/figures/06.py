@@ -1,7 +1,6 @@
 """Figures of note 6 (three policies): python notes/figures/06.py"""
 
 import math
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -12,10 +11,6 @@ import numpy as np
 import torch
 
 FIGURES = Path(__file__).resolve().parent
-ROOT = FIGURES.parents[1]
-sys.path.insert(0, str(ROOT))
-
-from ppo_llm import rollout_weights  # noqa: E402
 
 SPREAD = 0.05  # standard deviation of a token's log-ratio
 
@@ -27,7 +22,9 @@ def gaps(num_rows, length, seed=1):
 
 
 def weights(found, level, cap):
-    return rollout_weights(found, torch.zeros_like(found), torch.ones_like(found, dtype=torch.bool), level, cap)
+    """What version 0.2 called rollout_weights: it left the scripts in 0.3 (variant bypass, not yet there)."""
+    log_ratio = found.sum(1, keepdim=True).expand_as(found) if level == "sequence" else found
+    return log_ratio.clamp(-20, 20).exp().clamp(max=cap)
 
 
 def time_line():
@@ -85,7 +82,7 @@ def main():
         left.plot(lengths, ess, color=color, marker=marker, linestyle="-" if cap < 1e9 else "none", label=label)
     left.plot(lengths, [math.exp(-length * SPREAD**2) for length in lengths], color="C2", linestyle=":")
     left.set(xscale="log", xlabel="tokens per response", ylabel="effective share of the batch", ylim=(0, 1.05))
-    left.set_title("rollout/ess, log-ratio of a token +-0.05")
+    left.set_title("effective share, log-ratio of a token +-0.05")
     caps = [1, 1.25, 1.5, 2, 3, 5, 10, 20, 50]
     for length, color, marker in ((100, "C0", "o"), (1000, "C1", "s")):
         found = [weights(gaps(10000, length), "sequence", cap)[:, 0] for cap in caps]
@@ -93,7 +90,7 @@ def main():
         label = f"std, {length} tokens"
         right.plot(caps, [w.std().item() for w in found], color=color, marker=marker, linestyle="--", label=label)
     right.axhline(1, color="grey", linewidth=0.8)
-    right.set(xscale="log", xlabel="--is-cap", title="sequence weights: bias and spread", ylim=(0, 3.5))
+    right.set(xscale="log", xlabel="cap", title="sequence weights: bias and spread", ylim=(0, 3.5))
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
