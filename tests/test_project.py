@@ -246,7 +246,7 @@ class Other:
 def test_what_scripts_share_by_name_is_one_text(pair):
     one, other = (definitions(read_script(script)) for script in pair)
     allowed = MAY_DIFFER[pair]
-    assert len(allowed) <= 8
+    assert len(allowed.keys() - {"EMBEDDED"}) <= 8  # settings of flags, which differed before, in lines not seen here
     shared = [name for name in one if name in other]
     assert {name for name in shared if one[name] != other[name]} == allowed.keys()  # none more, and none needlessly
     assert len(shared) >= 50 and shared == [name for name in other if name in one]  # in one order, too
