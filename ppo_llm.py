@@ -14,11 +14,11 @@ policy's model with a zero head; advantages are whitened, after the returns R ar
 processes together; one denominator per optimizer step, so that a token weighs the same whatever the micro-batch or
 process count (--loss-agg has other means).
 
-One batch serves all phases: `tokens` (B,L) has a prompt and its response in one row, padded at the end, so that causal
-attention needs no mask. B is the number of rows on this process, L the padded width. Column i of every other (B,L)
-tensor is about one action: token i+1, sampled in the state that tokens 0 to i are. `mask` is true where that token was
-sampled by the policy; log-probs, values, rewards and advantages stand there, and are 0 elsewhere. A prompt of three
-tokens p and a response of two, a and the EOS e, in a batch six wide:
+One batch serves all phases: `tokens` (B,L) has a prompt and its response in one row, padded at the end, so that no
+attention mask is needed. B is the number of rows on this process, L the padded width, T the longest response. Column i
+of every other (B,L) tensor is about one action: the choice of token i+1 after tokens 0 to i were read. `mask` marks the
+actions, the tokens that the policy sampled: log-probs, values, rewards and advantages stand there, elsewhere they are
+0. A prompt of three tokens p and a response of two, a and the EOS e, in a batch six wide:
 
     tokens  p p p a e .
     action  . . a e . .
@@ -64,14 +64,14 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-# True under `accelerate launch` or torchrun, which set these; PARENT is the launcher then. When it has died, `main`
-# ends.
+# Under `accelerate launch` or torchrun one of these variables is set, and the parent process is the launcher. When that
+# has died, `main` ends.
 LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 PARENT = os.getppid()
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
 KLKind = Literal["k1", "k2", "k3"]
 # What follows a prompt: token ids, a log-prob for each, and whether it was cut off. NOT_SAMPLED stands for the log-prob
-# of a token that the policy did not sample (an environment's text, say): it is no action. No log-prob is above 0.
+# of a token that the policy did not sample (an environment's text, say): it is no action. No real one is above 0.
 Response = namedtuple("Response", "ids logprobs truncated")
 NOT_SAMPLED = math.inf
 SHOWN = "reward/mean", "kl/mean", "response/length_mean", "rollout/logprob_diff", "time/iteration"  # on the console
@@ -101,9 +101,7 @@ class Args:
 
     # Rollout
     batch_size: int = 256  # prompts per iteration
-    rollout_batch_size: int = (
-        128  # responses sampled at a time on each device: bounds the KV cache, results change by rounding
-    )
+    rollout_batch_size: int = 128  # responses sampled at a time on each device: limits memory
     temperature: float = 1.0  # divides the logits in sampling and in every log-prob
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
 
@@ -111,13 +109,11 @@ class Args:
     total_iterations: int = 100  # iterations of rollout and update; 0: evaluate only
     ppo_epochs: int = 1  # passes over each batch
     minibatch_size: int = 64  # responses per optimizer step
-    microbatch_tokens: int = (
-        2048  # padded tokens per forward pass on each device: bounds memory, results change by rounding
-    )
+    microbatch_tokens: int = 2048  # padded tokens per forward pass on each device: limits memory
     lr: float = 1e-6  # of the actor
     critic_lr: float = 1e-5  # of the critic
-    warmup_iterations: int = 0  # iterations in which learning rates rise from 0
-    critic_warmup_iterations: int = 0  # first iterations in which only the critic is trained
+    warmup_iterations: int = 0  # first iterations, in which learning rates rise from 0
+    critic_warmup_iterations: int = 0  # first iterations, in which only the critic is trained
     weight_decay: float = 0.0  # of AdamW
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
     clip_low: float = 0.2  # the ratio is clipped below 1 - this
@@ -138,7 +134,9 @@ class Args:
 
     # Files, seed, evaluation
     output_dir: str = "runs"  # folder of all runs
-    run_name: str | None = None  # folder of this run inside it (default: script-seed-time, auto: script-seed)
+    run_name: str | None = (
+        None  # folder of this run inside it (default: SCRIPT-SEED-TIME; with --resume auto: SCRIPT-SEED)
+    )
     seed: int = 1  # of data order and sampling
     eval_every: int = 10  # iterations between evaluations (0: only before and after training)
     eval_rows: int = 512  # so many of the first test rows are evaluated (0: never)
@@ -181,8 +179,8 @@ def main(args: Args):
     bf16 = args.dtype == "bfloat16"
     if args.dtype == "auto" and num_gpus > 0:
         bf16 = torch.cuda.is_bf16_supported()
-    # Ranks run different numbers of passes, so a pass must not exchange buffers. Gradients that are views of the
-    # buckets in which DDP exchanges them save a copy.
+    # Ranks run different numbers of passes: DDP must not exchange module buffers in each, or it would wait for ever.
+    # Gradients that are views of the buckets in which DDP exchanges them save a copy.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     precision = "bf16" if bf16 else "no"
     tracker = None if args.track == "none" else args.track
@@ -213,15 +211,15 @@ def main(args: Args):
     reward_function = load_reward(args.reward)
 
     def wrap(module):
-        """DDP around a module that is trained; a frozen one is only moved to the device. train() is for gradient
-        checkpointing: there is no dropout."""
+        """DDP around a module that is trained; a frozen one is only moved to the device. Both get autocast. train() is
+        for gradient checkpointing: there is no dropout."""
         if args.gradient_checkpointing:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
         frozen = not any(p.requires_grad for p in module.parameters())
         return accelerator.prepare_model(module.train(), evaluation_mode=frozen)
 
-    # `policy_model` is a plain transformers model: responses are sampled from it, files hold it. `policy` is the module
-    # around it: every gradient goes through that.
+    # `policy_model` is a plain transformers model: it is sampled from and saved. `policy` is the module around it:
+    # every gradient goes through that.
     policy_model = load_model(args.model, AutoModelForCausalLM)
     policy_model = add_lora(policy_model, args.lora_rank, task_type="CAUSAL_LM")
     policy = wrap(Policy(policy_model, args.temperature))
@@ -236,7 +234,7 @@ def main(args: Args):
 
     use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.3]
     use_lora = args.lora_rank > 0
-    reference = policy  # with LoRA the same weights, the adapter switched off in phase 3
+    reference = policy  # unused without a KL; with LoRA the same weights, the adapter switched off in phase 3
     if use_reference and not use_lora:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
         reference = wrap(Policy(reference_model, args.temperature))
@@ -282,15 +280,15 @@ def main(args: Args):
         return responses
 
     def microbatches(minibatch, module):
-        """The micro-batches of an optimizer step. The caller's forward and backward pass run while `yield` waits inside
-        the `with`: without an exchange of gradients. The last micro-batch exchanges them."""
+        """The micro-batches of an optimizer step. All but the last are yielded inside no_sync: the caller's backward then
+        only adds to this rank's gradient. That of the last exchanges the sum."""
         for mb in minibatch[:-1]:
             with accelerator.no_sync(module):  # [7.5]
                 yield mb
         yield minibatch[-1]
 
     def take_step(name, lr, step):
-        """Clips the gradient and takes the optimizer step; returns the norm before. `step` is for the message alone."""
+        """Clips the gradient, takes the optimizer step, returns the norm before clipping. `step` is for the message."""
         trained_model, optimizer = trainees[name]
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -320,7 +318,7 @@ def main(args: Args):
         trains_actor = iteration > args.critic_warmup_iterations
 
         # 1. Rollout: a response to each of this rank's prompts. Of W ranks, rank r takes the prompts r, r+W, r+2W, ...
-        # of the global batch, and their noise: so minibatch k is the same set of rows at any W.
+        # of the global batch, and their noise: so minibatch k, a piece of each rank's, is the same rows at any W.
         start = (iteration - 1) * args.batch_size
         rows = draw_prompts(train_rows, start, args.batch_size, args.seed)[rank::world_size]  # [7.2]
         shape = args.batch_size, args.max_response_length
@@ -336,9 +334,10 @@ def main(args: Args):
         scores = torch.tensor(plain_scores, device=device) - args.missing_eos_penalty * truncated  # [8.1] (B,)
 
         # Cut the batch. minibatch_rows[k]: this rank's rows of minibatch k. minibatches[k]: the same as a list of
-        # micro-batches `mb`, each a pair of row numbers and columns, so that tokens[mb] is (b,l). counts[k]: its
-        # actions and responses on all ranks together, the denominators of its losses. Every epoch takes the minibatches
-        # in another order, the same on all ranks; which rows form a minibatch does not change.
+        # micro-batches. Each, `mb`, is an index (row numbers, slice(0, l)) into any (B,L) tensor: tokens[mb] is those
+        # rows, cut to l columns, (b,l). counts[k]: the actions and the responses of minibatch k on all ranks together,
+        # the denominators of its losses. Every epoch takes the minibatches in another order, the same on all ranks;
+        # which rows form a minibatch does not change.
         minibatch_rows = torch.arange(len(rows)).split(args.minibatch_size // world_size)
         minibatches = [pack(row_lengths, part.tolist(), args.microbatch_tokens, device) for part in minibatch_rows]
         counts = [count_actions(mask[part]) for part in minibatch_rows]  # [7.4]
@@ -371,7 +370,8 @@ def main(args: Args):
 
         lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
 
-        # 6. Actor update. new_logprobs and entropy keep what each epoch computed, for the log.
+        # 6. Actor update. new_logprobs and entropy keep what each epoch computes, for the log alone. What no step
+        # computes, in the critic's warm-up, counts as unchanged.
         new_logprobs = old_logprobs.repeat(args.ppo_epochs, 1, 1)  # (epochs,B,L)
         entropy = torch.zeros_like(new_logprobs)
         actor_loss = torch.zeros((), device=device)
@@ -388,7 +388,8 @@ def main(args: Args):
                     mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb], args.kl_loss_kind)
                     mb_losses = mb_losses + args.kl_loss_coef * mb_kl
                 loss = aggregate(mb_losses, mask[mb], args.loss_agg, num_tokens, num_rows, args.max_response_length)
-                # `loss` is this micro-batch's share of the step's loss. Shares add up, but DDP averages over ranks.
+                # `loss` is this micro-batch's share of the step's loss. Shares add up, but DDP averages over ranks:
+                # hence the factor.
                 (loss * world_size).backward()
                 actor_loss += loss.detach()
                 new_logprobs[epoch][mb] = mb_logprobs.detach()
@@ -414,8 +415,9 @@ def main(args: Args):
         ratio = torch.where(actions, (new_logprobs - old_logprobs).exp(), 0)
         _, clipped = policy_loss(new_logprobs, old_logprobs, advantages, args.clip_low, args.clip_high)
         raw_advantages = returns - values  # not whitened
-        # The sampler's log-probs against those of the first training pass, when nothing had moved yet: they differ if
-        # the mask is wrong, if one of both transforms the logits, or if other weights were sampled from.
+        # The sampler's log-probs against the training pass, in the minibatch of the first step: no weight had moved
+        # yet. They differ if the mask is wrong, if only one of the two transforms the logits, or if other weights were
+        # sampled from. (Not old_logprobs: a variant takes them from the sampler.)
         first_rows = minibatch_rows[steps[0][1]]
         logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
         actor_step_count = max(1, len(actor_norms))
@@ -437,7 +439,7 @@ def main(args: Args):
             "advantage/std": std(raw_advantages, mask),
             "response/length_mean": mean(mask.sum(1)),
             "response/truncated_frac": mean(truncated),
-            "kl/mean": mean(old_logprobs - ref_logprobs, mask),
+            "kl/mean": mean(old_logprobs - ref_logprobs, mask),  # k1
             "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "time/rollout": rollout_seconds,
             "time/iteration": time.perf_counter() - started,  # without the evaluation and what is saved
@@ -447,7 +449,7 @@ def main(args: Args):
         }
         if trains_actor:
             metrics |= actor_metrics
-        limit = 0.1 if bf16 else 1e-2  # rounding makes about 1e-3 and 1e-7, wrong masks made more than 1
+        limit = 0.1 if bf16 else 1e-2  # rounding: 1e-3 in bfloat16, 1e-7 in float32; a wrong mask: 1 and more
         if trains_actor and not logprob_diff <= limit:  # so that NaN fails, too
             reasons = "wrong mask, transformed logits, or other weights sampled"
             fail(f"iteration {iteration}: sampler and training pass differ by {logprob_diff:.2g}: {reasons}")
@@ -504,7 +506,8 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 def make_response_mask(responses, eos_ids):  # [1.6]
     """responses (B,T) -> (B,T) bool: true up to and including the first EOS id; all true in a row that has none."""
     is_eos = torch.isin(responses, responses.new_tensor(eos_ids))
-    return is_eos.cumsum(1) - is_eos.long() == 0
+    earlier = is_eos.cumsum(1) - is_eos.long()  # how many before this token
+    return earlier == 0
 
 
 def masked_mean(x, mask, dim=None):
@@ -583,12 +586,11 @@ def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     With x = ref_logprobs - logprobs: k1 = -x, k2 = x^2/2, k3 = exp(x) - 1 - x. Beyond x = 5 k3 goes on as a straight
     line: finite, with the right sign, never flat (a clamp would kill the gradient just where the policy is far off).
     """
-    log_ratio = logprobs - ref_logprobs
+    x = ref_logprobs - logprobs
     if kind == "k1":
-        return log_ratio
+        return -x
     if kind == "k2":
-        return log_ratio.square() / 2
-    x = -log_ratio
+        return x.square() / 2
     near = x.clamp(max=5.0)  # [4.3]
     k3 = near.exp() - near - 1
     return k3 + (math.exp(5.0) - 1) * (x - near)  # the slope at 5 times how far x lies beyond
@@ -645,7 +647,7 @@ def load_model(name, auto_class, new_head=(), **config_options):
         name, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
     for key in sorted(info["missing_keys"]):
-        if not key.startswith(new_head):
+        if not key.startswith(new_head):  # true of any key if new_head is ()
             fail(f"{name} is no {auto_class.__name__}, it lacks the weights {key}")
         nn.init.zeros_(model.get_parameter(key))
     return model
@@ -771,7 +773,9 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     or the batch it is in. The model's generation_config plays no part.
     """
     prompts = [torch.tensor(ids, device=uniforms.device) for ids in prompts]
-    inputs = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # here all rows end alike
+    inputs = pad_sequence(
+        prompts, batch_first=True, padding_value=-1, padding_side="left"
+    )  # the last column is the last token of each
     attention_mask = (inputs >= 0).long()  # (B,P)
     tokens = torch.zeros_like(uniforms, dtype=torch.long)  # (B,T)
     logprobs = torch.zeros_like(uniforms, dtype=torch.float32)  # (B,T)
@@ -781,9 +785,11 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     cache = transformers.DynamicCache(config=model.config)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     model.eval()  # in train mode, gradient checkpointing would switch the KV cache off
+    # inputs: what is fed in this step, the prompts at t = 0, then the last token (b,1) of the b rows that are left. Row
+    # j writes the response slots[j].
     for t in range(uniforms.shape[1]):
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-        positions = positions[:, -inputs.shape[1] :]  # of what is fed now: the prompt, later one token
+        positions = positions[:, -inputs.shape[1] :]  # those of the inputs
         output = model(inputs.clamp(min=0), attention_mask=attention_mask, position_ids=positions, **options)
         logits = output.logits[:, -1]
         tokens[slots, t], logprobs[slots, t] = sample_tokens(logits, uniforms[slots, t], temperature)
@@ -910,7 +916,7 @@ def load_prompts(source, table, args, tokenizer):
         answer = record.get(args.answer_column)
         if isinstance(answer, dict):  # verl's column reward_model
             answer = answer["ground_truth"]
-        if args.reward == "gsm8k" and gsm8k_number(f"####{answer}") is None:  # a bare number, or a solution
+        if args.reward == "gsm8k" and gsm8k_number(f"####{answer}") is None:  # see `gsm8k`
             fail(f"{source}, row {number}: --reward gsm8k needs a reference answer, this is {answer!r}")
         if isinstance(messages, str):  # a text: one turn of the user
             if use_chat and args.reward == "gsm8k" and "####" not in messages:
@@ -945,6 +951,7 @@ def gsm8k_number(text):
 def gsm8k(prompts, responses, answers):
     """1 if the number after the response's last '####' is the answer's (a solution with '####', or the bare number)."""
     numbers = [gsm8k_number(response) for response in responses]
+    # With the prefix a bare number can be read; in a solution its own last #### counts.
     golds = [gsm8k_number(f"####{answer}") for answer in answers]
     return [float(number is not None and number == gold) for number, gold in zip(numbers, golds)]
 
@@ -1006,7 +1013,7 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
         metrics[f"eval/score{kind}"] = mean(torch.tensor(scores, device=accelerator.device))
         completions[f"response{kind}"] = texts
         completions[f"score{kind}"] = scores
-    lengths = [len(response.ids) for response in responses]  # of those sampled
+    lengths = [len(response.ids) for response in responses]  # of those sampled, which came last
     metrics["eval/length_mean"] = mean(torch.tensor(lengths, device=accelerator.device))
     write_rows(run_dir / f"completions/eval_{iteration:06d}.jsonl", completions, accelerator)
     found = f"eval {metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled"
@@ -1150,6 +1157,7 @@ def load_checkpoint(path, trainees):
         if shapes(weights) != shapes(trained_parameters(model)):
             fail(f"the checkpoint {path} is of another model, or --lora-rank, than {name} is now")
         model.load_state_dict(weights, strict=False)
+        # Moments from the file, hyperparameters from the flags.
         optimizer.load_state_dict(optimizer.state_dict() | {"state": saved_optimizer["state"]})
     return saved["state"]
 
