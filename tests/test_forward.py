@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import make_model, make_tokenizer
+from conftest import each_script, make_model, make_tokenizer, read_metrics
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -599,3 +599,65 @@ def test_draw_prompts_is_one_stream(algo):
     assert len({tuple(stream[i : i + 10]) for i in range(0, 40, 10)}) == 4
     assert [x for i in range(0, 40, 4) for x in algo.draw_prompts(rows, i, 4, 3)] == stream
     assert algo.draw_prompts(rows, 0, 40, 4) != stream and algo.draw_prompts(rows, 7, 25, 3) == stream[7:32]
+
+
+# --- The sampler against the training pass ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def misled(algo, toy_run, tmp_path, monkeypatch, capsys):
+    """misled(change, iteration) -> (lines of metrics, what the run ended with, if it did): from that iteration on
+    change(log-probs) stands for the sampler's log-probs of the first response."""
+
+    def run(change, iteration=1, **flags):
+        calls, real = [], algo.generate
+
+        def generate(*args):
+            first, *others = calls.append(args) or real(*args)
+            return [first._replace(logprobs=change(first.logprobs)) if len(calls) >= iteration else first, *others]
+
+        monkeypatch.setattr(algo, "generate", generate)
+        error = None
+        try:
+            toy_run(minibatch_size=8, total_iterations=3, **flags)  # one step: all rows are compared
+        except SystemExit as stop:
+            (error,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+            assert stop.code == 1
+        assert iteration <= len(calls) <= 3
+        return len(read_metrics(tmp_path / "runs" / "run0")), error
+
+    return run
+
+
+@each_script()
+@pytest.mark.parametrize("iteration", [1, 3])
+def test_a_log_prob_of_the_sampler_that_is_no_number_ends_the_run(misled, iteration):
+    """One token's is enough, and it is larger than any limit: no comparison with NaN is true."""
+    lines, error = misled(lambda logprobs: [math.nan, *logprobs[1:]], iteration)
+    assert lines == iteration and error.startswith("error: sampler and training pass differ by nan: ")
+
+
+@each_script()
+def test_a_log_prob_of_the_training_pass_that_is_no_number_ends_the_run(algo, misled, monkeypatch):
+    """Its gradient is none either, so that no step is taken."""
+    real = algo.Policy.forward
+
+    def forward(self, tokens, mask):
+        logprobs, entropy = real(self, tokens, mask)
+        return logprobs.masked_fill(mask.cumsum(1) == 2, math.nan), entropy
+
+    monkeypatch.setattr(algo.Policy, "forward", forward)
+    lines, error = misled(lambda logprobs: logprobs)
+    assert lines == 1 and error.endswith("nan")
+
+
+@each_script()
+@pytest.mark.parametrize("iteration", [1, 2, 3])
+def test_a_sampler_that_goes_astray_ends_the_run_in_whatever_iteration(misled, iteration):
+    lines, error = misled(lambda logprobs: [x - 1 for x in logprobs], iteration)
+    assert lines == iteration and error.startswith("error: sampler and training pass differ by 0.")
+
+
+@each_script()
+def test_rounding_does_not(misled):
+    assert misled(lambda logprobs: [x - 1e-3 for x in logprobs]) == (4, None)
