@@ -277,7 +277,7 @@ def main(args: Args):
         return responses
 
     def microbatches(minibatch, module):
-        """The micro-batches of an optimizer step. All but the last are yielded inside no_sync: the caller's backward then
+        """The micro-batches of an optimizer step. All but the last are yielded inside no_sync: there a backward pass
         only adds to this rank's gradient. That of the last exchanges the sum."""
         for mb in minibatch[:-1]:
             with accelerator.no_sync(module):  # [7.5]
