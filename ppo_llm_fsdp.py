@@ -14,13 +14,15 @@ policy's model with a zero head; advantages are whitened, after the returns R ar
 processes together; one denominator per optimizer step, so that a token weighs the same whatever the micro-batch or
 process count (--loss-agg has other means).
 
-One batch serves all phases: `tokens` (B,L) are prompt and response in one row, padded at the end, so that causal
-attention needs no mask; `mask` (B,L) is true at position i where token i+1 is an action, i.e. sampled by the policy.
-At position i stands all about action a_i, which is token i+1; its state s_i is the text up to and with token i. B rows
-on this process. A prompt of three tokens p, a response of two, a and the EOS e, in a batch five wide and in one of six:
+One batch serves all phases: `tokens` (B,L) has a prompt and its response in one row, padded at the end, so that no
+attention mask is needed. B is the number of rows on this process, L the padded width, T the longest response. Column i
+of every other (B,L) tensor is about one action: the choice of token i+1 after tokens 0 to i were read. `mask` marks the
+actions, the tokens that the policy sampled: log-probs, values, rewards and advantages stand there, elsewhere they are
+0. A prompt of three tokens p and a response of two, a and the EOS e, in a batch six wide:
 
-    tokens  p p p a e        p p p a e .        log-probs, values, rewards, advantages stand where mask is 1,
-    mask    0 0 1 1 0        0 0 1 1 0 0        and are 0 elsewhere
+    tokens  p p p a e .
+    action  . . a e . .
+    mask    0 0 1 1 0 0
 
 Sharded: each process holds 1/n of every parameter, gradient and optimizer state. A block of layers is gathered from all
 processes just before it runs and freed right after; its gradient is averaged over them and cut into shards again (ZeRO
@@ -29,7 +31,7 @@ the same order.
 
 Order of the file: flags; `main`, the algorithm; mathematics, models, sampling, data and rewards, evaluation and files.
 
-Launch. Without --model it trains the embedded model on the embedded task, with settings of their own:
+Launch. Without --model it trains the small model of benchmarks/tiny on the task there, with settings of their own:
     accelerate launch SCRIPT                              every GPU of the machine; one process where there is none
     accelerate launch --multi_gpu --num_processes 2 SCRIPT --model Qwen/Qwen2.5-0.5B
     python SCRIPT --model MODEL --help                    all flags, with the defaults for a real model
@@ -71,12 +73,16 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-# If the launcher is killed, its ranks must not train on as orphans.
+# Under `accelerate launch` or torchrun one of these variables is set, and the parent process is the launcher. When that
+# has died, `main` ends.
 LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 PARENT = os.getppid()
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
 KLKind = Literal["k1", "k2", "k3"]
-NOT_SAMPLED = math.inf  # stands for the log-prob of a token the policy did not sample: no action, see `to_batch`
+# What follows a prompt: token ids, a log-prob for each, and whether it was cut off. NOT_SAMPLED stands for the log-prob
+# of a token that the policy did not sample (an environment's text, say): it is no action. No real one is above 0.
+Response = namedtuple("Response", "ids logprobs truncated")
+NOT_SAMPLED = math.inf
 SHOWN = "reward/mean", "kl/mean", "response/length_mean", "rollout/logprob_diff", "time/iteration"  # on the console
 LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
@@ -109,7 +115,7 @@ class Args:
 
     # Rollout
     batch_size: int = 256  # prompts per iteration
-    rollout_batch_size: int = 128  # responses sampled at a time on each device: bounds the KV cache, changes no result
+    rollout_batch_size: int = 128  # responses sampled at a time on each device: limits memory
     temperature: float = 1.0  # divides the logits in sampling and in every log-prob
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
 
@@ -117,11 +123,11 @@ class Args:
     total_iterations: int = 100  # iterations of rollout and update; 0: evaluate only
     ppo_epochs: int = 1  # passes over each batch
     minibatch_size: int = 64  # responses per optimizer step
-    microbatch_tokens: int = 2048  # padded tokens per forward pass on each device: bounds memory, changes no result
+    microbatch_tokens: int = 2048  # padded tokens per forward pass on each device: limits memory
     lr: float = 1e-6  # of the actor
     critic_lr: float = 1e-5  # of the critic
-    warmup_iterations: int = 0  # iterations in which learning rates rise from 0
-    critic_warmup_iterations: int = 0  # first iterations in which only the critic is trained
+    warmup_iterations: int = 0  # first iterations, in which learning rates rise from 0
+    critic_warmup_iterations: int = 0  # first iterations, in which only the critic is trained
     weight_decay: float = 0.0  # of AdamW
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
     clip_low: float = 0.2  # the ratio is clipped below 1 - this
@@ -138,11 +144,13 @@ class Args:
     kl_reward_coef: float = 0.001  # weight of the KL penalty in the token rewards
     kl_reward_kind: KLKind = "k1"  # its estimator
     kl_loss_coef: float = 0.0  # weight of the KL in the actor loss
-    kl_loss_kind: KLKind = "k3"  # its estimator (k1 has zero expected gradient here)
+    kl_loss_kind: KLKind = "k3"  # its estimator (in a loss the gradient of k1 is 0 on average)
 
     # Files, seed, evaluation
     output_dir: str = "runs"  # folder of all runs
-    run_name: str | None = None  # folder of this run inside it (default: script-seed-time, auto: script-seed)
+    run_name: str | None = (
+        None  # folder of this run inside it (default: SCRIPT-SEED-TIME; with --resume auto: SCRIPT-SEED)
+    )
     seed: int = 1  # of data order and sampling
     eval_every: int = 10  # iterations between evaluations (0: only before and after training)
     eval_rows: int = 512  # so many of the first test rows are evaluated (0: never)
@@ -179,7 +187,8 @@ def main(args: Args):
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # a flag of DDP's that torch 2.13 renames
     num_gpus = torch.cuda.device_count()
-    if num_gpus > 0 and os.environ.get("LOCAL_RANK") == str(num_gpus):  # of the ranks without a GPU the first says so
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if num_gpus > 0 and local_rank == num_gpus:  # the first of the ranks that find no GPU says so
         fail(f"more processes than GPUs: lower --num_processes to {num_gpus}", alone=True)
     bf16 = args.dtype == "bfloat16"
     if args.dtype == "auto" and num_gpus > 0:
@@ -189,7 +198,7 @@ def main(args: Args):
             dist.init_process_group()  # gloo for tensors on the CPU, NCCL on GPUs
         else:  # a process without a launcher is a group of its own
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    # Without cpu=True two launched CPU processes would each believe to be alone. FSDP casts, not autocast.
+    # Without cpu=True two launched CPU processes would each believe to be alone. Not autocast casts here, but FSDP.
     tracker = None if args.track == "none" else args.track
     accelerator = Accelerator(cpu=num_gpus == 0, mixed_precision="no", log_with=tracker, project_dir=args.output_dir)
     rank = accelerator.process_index
@@ -214,8 +223,8 @@ def main(args: Args):
         tokenizer.chat_template = Path(args.chat_template).read_text()
     train_table, test_table = read_data(args)
     train_rows, train_summary = load_prompts(args.dataset, train_table, args, tokenizer)
-    eval_rows, eval_summary = load_prompts(args.eval_dataset or args.dataset, test_table, args, tokenizer)
-    eval_rows = eval_rows[: args.eval_rows]
+    test_rows, test_summary = load_prompts(args.eval_dataset or args.dataset, test_table, args, tokenizer)
+    test_rows = test_rows[: args.eval_rows]
     reward_function = load_reward(args.reward)
 
     def wrap(module):
@@ -224,11 +233,12 @@ def main(args: Args):
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
         return shard(module.train(), mesh, bf16, args.offload)
 
-    # `policy_model` is a plain transformers model: responses are sampled from it, files hold it. `policy` is the module
-    # around it: every gradient goes through that.
+    # `policy_model` is a plain transformers model: it is sampled from and saved. `policy` is the module around it:
+    # every gradient goes through that.
     policy_model = load_model(args.model, AutoModelForCausalLM)
     policy_model = add_lora(policy_model, args.lora_rank, task_type="CAUSAL_LM")
     policy = wrap(Policy(policy_model, args.temperature))
+    # take_step sets the learning rates.
     policy_optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=args.weight_decay, fused=True)
     trainees = {"policy": (policy_model, policy_optimizer)}
 
@@ -239,33 +249,33 @@ def main(args: Args):
 
     use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.3]
     use_lora = args.lora_rank > 0
-    reference = policy  # with LoRA: its adapter is switched off
+    reference = policy  # unused without a KL; with LoRA the same weights, the adapter switched off in phase 3
     if use_reference and not use_lora:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
         reference = wrap(Policy(reference_model, args.temperature))
 
-    # What must survive a restart, by name; alike on all ranks, of which the first saves it. What has parameters goes
-    # into `trainees`. A key that a checkpoint lacks keeps the value given here.
+    # A checkpoint holds `trainees`, weights and optimizers, and this dictionary: put here what else must survive a
+    # restart. It must be equal on all ranks, as rank 0 alone saves it. A key that a checkpoint lacks keeps the value
+    # given here.
     state = {"iteration": 0, "best_score": -math.inf}
-    kept_metrics = 0
+    kept_lines = 0  # of metrics.jsonl: one is from before training, then one for each iteration
     if checkpoint_dir:
         state |= load_checkpoint(checkpoint_dir, trainees)
-        kept_metrics = state["iteration"] + 1  # lines: one before training, one for each iteration
+        kept_lines = state["iteration"] + 1
     first_iteration = state["iteration"] + 1
     eos_ids = broadcast_object_list([collect_eos_ids(policy_model, tokenizer)])[0]
-    open_run(run_dir, args, kept_metrics, accelerator)
+    open_run(run_dir, args, kept_lines, accelerator)
 
     num_minibatches = args.batch_size // args.minibatch_size
-    computed_in = "bfloat16" if bf16 else "float32"
     accelerator.print(
-        f"{Path(__file__).name}: {world_size} process(es) on {device.type}, {computed_in}\n"
+        f"{Path(__file__).name}: {world_size} process(es) on {device.type}, {'bfloat16' if bf16 else 'float32'}\n"
         f"  policy     {args.model}: {policy_model.num_parameters():,} parameters, lr {args.lr}, EOS ids {eos_ids}\n"
         f"  critic     {args.critic_model or args.model}, lr {args.critic_lr}\n"
         f"  KL         to the start: {args.kl_reward_coef} in the reward, {args.kl_loss_coef} in the loss\n"
         f"  sharding   over {shard_size} of {world_size} process(es), {args.rollout_params} in the rollout\n"
         f"  train      {train_summary}; the first ends in {train_rows[0]['prompt'][-60:]!r}\n"
         f"  passes     {args.total_iterations * args.batch_size / len(train_rows):.2g} over these rows, in all\n"
-        f"  eval       {eval_summary}; the first {len(eval_rows)} are evaluated\n"
+        f"  eval       {test_summary}; the first {len(test_rows)} are evaluated\n"
         f"  batch      {args.batch_size} responses = {num_minibatches} minibatches of {args.minibatch_size} "
         f"({args.minibatch_size // world_size} per process) x {args.ppo_epochs} epoch(s)\n"
         f"  run folder {run_dir}, from iteration {first_iteration}"
@@ -293,7 +303,7 @@ def main(args: Args):
             yield mb
 
     def take_step(name, lr, step):
-        """Clips the gradient and takes the optimizer step; returns the norm of the gradient before."""
+        """Clips the gradient, takes the optimizer step, returns the norm before clipping. `step` is for the message."""
         trained_model, optimizer = trainees[name]
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -305,10 +315,11 @@ def main(args: Args):
         return norm
 
     if not checkpoint_dir:  # before training
-        metrics = evaluate(0, eval_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
+        metrics = evaluate(0, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
         log(0, metrics, run_dir, accelerator)
         state["best_score"] = metrics.get("eval/score", -math.inf)  # only what is better than --model is a best model
-    # From here on SIGTERM and Ctrl-C end the run after its iteration, with a checkpoint, if the launcher waits (30 s).
+    # From here on SIGTERM and Ctrl-C let the iteration end, save a checkpoint, and stop. The launcher kills what has
+    # not ended 30 s after it passed the signal on; an iteration that takes longer is lost.
     signals = []
     for number in signal.SIGTERM, signal.SIGINT:
         signal.signal(number, lambda *_: signals.append("stop"))
@@ -321,8 +332,8 @@ def main(args: Args):
         started = time.perf_counter()
         trains_actor = iteration > args.critic_warmup_iterations
 
-        # 1. Rollout: a response to each of this rank's prompts. Prompts are dealt to ranks like cards, and so is the
-        # noise of the global batch: minibatch k is the same set of rows at any process count.
+        # 1. Rollout: a response to each of this rank's prompts. Of W ranks, rank r takes the prompts r, r+W, r+2W, ...
+        # of the global batch, and their noise: so minibatch k, a piece of each rank's, is the same rows at any W.
         start = (iteration - 1) * args.batch_size
         rows = draw_prompts(train_rows, start, args.batch_size, args.seed)[rank::world_size]  # [7.2]
         shape = args.batch_size, args.max_response_length
@@ -338,8 +349,10 @@ def main(args: Args):
         scores = torch.tensor(plain_scores, device=device) - args.missing_eos_penalty * truncated  # [8.1] (B,)
 
         # Cut the batch. minibatch_rows[k]: this rank's rows of minibatch k. minibatches[k]: the same as a list of
-        # micro-batches, each an index into (B,L). counts[k]: its tokens and responses on all ranks together, the
-        # denominators of its losses. Every epoch shuffles the order of minibatches, alike on all ranks, not their rows.
+        # micro-batches. Each, `mb`, is an index (row numbers, slice(0, l)) into any (B,L) tensor: tokens[mb] is those
+        # rows, cut to l columns, (b,l). counts[k]: the actions and the responses of minibatch k on all ranks together,
+        # the denominators of its losses. Every epoch takes the minibatches in another order, the same on all ranks;
+        # which rows form a minibatch does not change.
         minibatch_rows = torch.arange(len(rows)).split(args.minibatch_size // world_size)
         minibatches = [pack(row_lengths, part.tolist(), args.microbatch_tokens, device) for part in minibatch_rows]
         counts = [count_actions(mask[part]) for part in minibatch_rows]  # [7.4]
@@ -363,22 +376,24 @@ def main(args: Args):
         # 4. Values of the states before each action.
         values = forward_all(critic, minibatches, tokens, mask)  # (B,L)
 
-        # 5. Token rewards and advantages.
+        # 5. Rewards of the actions (column i: of token i+1) and advantages.
         kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [4.5] (B,L)
         rewards = place_scores(scores, mask) - args.kl_reward_coef * kl  # (B,L)
         advantages, returns = gae(rewards, values, mask, args.gamma, args.lam)  # (B,L)
         if args.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
 
-        warmup = min(1.0, iteration / max(1, args.warmup_iterations))
+        lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
 
-        # 6. Actor update. new_logprobs and entropy keep what each epoch computed, for the log; NaN where nothing was.
-        new_logprobs = torch.full((args.ppo_epochs, *mask.shape), torch.nan, device=device)  # (epochs,B,L)
-        entropy = torch.full_like(new_logprobs, torch.nan)
+        # 6. Actor update. new_logprobs and entropy keep what each epoch computes, for the log alone. What no step
+        # computes, in the critic's warm-up, counts as unchanged.
+        new_logprobs = old_logprobs.repeat(args.ppo_epochs, 1, 1)  # (epochs,B,L)
+        entropy = torch.zeros_like(new_logprobs)
         actor_loss = torch.zeros((), device=device)
         actor_norms = []
         actor_steps = steps if trains_actor else []
         for step, (epoch, k) in enumerate(actor_steps, 1):
+            num_tokens, num_rows = counts[k]
             for mb in microbatches(minibatches[k], policy):
                 mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
                 mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], args.clip_low, args.clip_high)
@@ -387,41 +402,47 @@ def main(args: Args):
                 if args.kl_loss_coef:
                     mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb], args.kl_loss_kind)
                     mb_losses = mb_losses + args.kl_loss_coef * mb_kl
-                loss = aggregate(mb_losses, mask[mb], args.loss_agg, *counts[k], args.max_response_length)
-                (loss * world_size).backward()  # DDP averages over ranks, but shares must add up
+                loss = aggregate(mb_losses, mask[mb], args.loss_agg, num_tokens, num_rows, args.max_response_length)
+                # `loss` is this micro-batch's share of the step's loss. Shares add up, but DDP averages over ranks:
+                # hence the factor.
+                (loss * world_size).backward()
                 actor_loss += loss.detach()
                 new_logprobs[epoch][mb] = mb_logprobs.detach()
                 entropy[epoch][mb] = mb_entropy.detach()
-            actor_norms.append(take_step("policy", args.lr * warmup, step))
+            actor_norms.append(take_step("policy", args.lr * lr_factor, step))
 
         # 7. Critic update.
-        critic_loss = 0
+        critic_loss = torch.zeros((), device=device)
         critic_norms = []
         for step, (_, k) in enumerate(steps, 1):
+            num_tokens, num_rows = counts[k]
             for mb in microbatches(minibatches[k], critic):
                 mb_values = critic(tokens[mb], mask[mb])  # (b,l)
                 mb_losses = value_loss(mb_values, returns[mb])
-                loss = aggregate(mb_losses, mask[mb], "token-mean", *counts[k], args.max_response_length)
+                loss = aggregate(mb_losses, mask[mb], "token-mean", num_tokens, num_rows, args.max_response_length)
                 (loss * world_size).backward()
                 critic_loss += loss.detach()
-            critic_norms.append(take_step("critic", args.critic_lr * warmup, step))
+            critic_norms.append(take_step("critic", args.critic_lr * lr_factor, step))
 
-        # Log. Every number covers the actions, or the responses, of all ranks: every rank calls `mean` and `std`.
-        computed = mask & ~new_logprobs.isnan()  # (epochs,B,L)
-        ratio = torch.where(computed, (new_logprobs - old_logprobs).exp(), 0)
+        # Log. All numbers but memory and time cover the actions, or the responses, of all ranks: every rank must call
+        # `mean` and `std`.
+        actions = mask.expand_as(new_logprobs)  # (epochs,B,L)
+        ratio = torch.where(actions, (new_logprobs - old_logprobs).exp(), 0)
         _, clipped = policy_loss(new_logprobs, old_logprobs, advantages, args.clip_low, args.clip_high)
-        residual_std = std(returns - values, mask)
-        # Sampler against training pass in the first step, before anything moved: what catches a shift.
+        raw_advantages = returns - values  # not whitened
+        # The sampler's log-probs against the training pass, in the minibatch of the first step: no weight had moved
+        # yet. They differ if the mask is wrong, if only one of the two transforms the logits, or if other weights were
+        # sampled from. (Not old_logprobs: a variant takes them from the sampler.)
         first_rows = minibatch_rows[steps[0][1]]
         logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
         actor_step_count = max(1, len(actor_norms))
         actor_metrics = {
             "actor/loss": all_reduce(actor_loss).item() / actor_step_count,
-            "actor/clipfrac": mean(clipped, computed),
-            "actor/approx_kl": mean(kl_penalty(old_logprobs, new_logprobs, "k3"), computed),  # [3.13]
-            "actor/ratio_mean": mean(ratio, computed),
+            "actor/clipfrac": mean(clipped, actions),
+            "actor/approx_kl": mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [3.13]
+            "actor/ratio_mean": mean(ratio, actions),
             "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
-            "actor/entropy": mean(entropy, computed),
+            "actor/entropy": mean(entropy, actions),
             "actor/grad_norm": sum(actor_norms) / actor_step_count,
             "rollout/logprob_diff": logprob_diff,
         }
@@ -429,23 +450,24 @@ def main(args: Args):
             "reward/mean": mean(scores),
             "reward/std": std(scores),
             "reward/total_mean": mean(torch.where(mask, rewards, 0).sum(1)),
-            "advantage/mean": mean(returns - values, mask),  # before whitening
-            "advantage/std": residual_std,
+            "advantage/mean": mean(raw_advantages, mask),
+            "advantage/std": std(raw_advantages, mask),
             "response/length_mean": mean(mask.sum(1)),
             "response/truncated_frac": mean(truncated),
-            "kl/mean": mean(old_logprobs - ref_logprobs, mask),
+            "kl/mean": mean(old_logprobs - ref_logprobs, mask),  # k1
             "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "time/rollout": rollout_seconds,
             "time/iteration": time.perf_counter() - started,  # without the evaluation and what is saved
             "critic/loss": all_reduce(critic_loss).item() / len(steps),
-            "critic/explained_variance": 1 - residual_std**2 / (std(returns, mask) ** 2 + 1e-5),
+            "critic/explained_variance": 1 - std(raw_advantages, mask) ** 2 / (std(returns, mask) ** 2 + 1e-5),
             "critic/grad_norm": sum(critic_norms) / len(steps),
         }
         if trains_actor:
             metrics |= actor_metrics
-        limit = 0.1 if bf16 else 1e-2
-        if trains_actor and not logprob_diff <= limit:  # NaN is not, either
-            fail(f"sampler and training pass differ by {logprob_diff:.2g}: wrong mask, or transformed logits")
+        limit = 0.1 if bf16 else 1e-2  # rounding: 1e-3 in bfloat16, 1e-7 in float32; a wrong mask: 1 and more
+        if trains_actor and not logprob_diff <= limit:  # so that NaN fails, too
+            reasons = "wrong mask, transformed logits, or other weights sampled"
+            fail(f"iteration {iteration}: sampler and training pass differ by {logprob_diff:.2g}: {reasons}")
 
         # Evaluate, log, save, stop.
         if LAUNCHED and os.getppid() != PARENT:
@@ -454,7 +476,7 @@ def main(args: Args):
         if is_last or (args.eval_every and iteration % args.eval_every == 0):
             completions = {"prompt": [row["prompt"] for row in rows], "response": texts, "score": scores.tolist()}
             write_rows(run_dir / f"completions/step_{iteration:06d}.jsonl", completions, accelerator)
-            metrics |= evaluate(iteration, eval_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
+            metrics |= evaluate(iteration, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
             if metrics.get("eval/score", -math.inf) > state["best_score"]:
                 state["best_score"] = metrics["eval/score"]
                 best_dir = run_dir / f"best_{iteration:06d}"
@@ -462,8 +484,7 @@ def main(args: Args):
                 if accelerator.is_main_process:
                     for former in set(run_dir.glob("best_*")) - {best_dir}:
                         remove(former)
-        shown = {name: metrics.get(name) for name in SHOWN}
-        progress.set_postfix(shown)
+        progress.set_postfix({name: metrics.get(name) for name in SHOWN})
         log(iteration, metrics, run_dir, accelerator)
         stop = all_reduce(torch.tensor(len(signals), device=device)).item() > 0
         if stop or (args.save_every and iteration % args.save_every == 0):
@@ -478,15 +499,15 @@ def main(args: Args):
     elif args.total_iterations > 0:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
         accelerator.print(f"saved {run_dir}/final\n  plot  python benchmarks/plot.py {run_dir}")
-    # torch waits for gloo's threads while it holds the lock (GIL) that they need to end: without the pause a run that
-    # had saved everything now and then never ended (pytorch issue 56297).
+    # At its end torch waits for gloo's threads while it holds the lock (GIL) that they need: without this pause some
+    # runs hung here, with everything saved (pytorch issue 56297).
     time.sleep(0.5)
     accelerator.end_training()
     return run_dir
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Mathematics
+# Mathematics. T stands for any width: `main` calls these with (B,L).
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -500,7 +521,8 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 def make_response_mask(responses, eos_ids):  # [1.6]
     """responses (B,T) -> (B,T) bool: true up to and including the first EOS id; all true in a row that has none."""
     is_eos = torch.isin(responses, responses.new_tensor(eos_ids))
-    return is_eos.cumsum(1) - is_eos.long() == 0
+    earlier = is_eos.cumsum(1) - is_eos.long()  # how many before this token
+    return earlier == 0
 
 
 def masked_mean(x, mask, dim=None):
@@ -549,15 +571,15 @@ def masked_whiten(x, mask):  # [2.7]
 
 def place_scores(scores, mask):  # [4.7]
     """scores (B,) -> (B,T): the score of a response is the reward of its last action, EOS or not."""
-    last = mask.cumsum(1).argmax(1, keepdim=True)  # (B,1) where the count of actions is first complete
+    last = mask.cumsum(1).argmax(1, keepdim=True)  # (B,1) where the running count first has its maximum
     return torch.zeros_like(mask, dtype=torch.float32).scatter(1, last, scores[:, None])
 
 
 def gae(rewards, values, mask, gamma, lam):
-    """Generalised advantage estimation (1506.02438, eq. 16): (advantages, returns), (B,T), not whitened, 0 if masked.
+    """Generalised advantage estimation (1506.02438, eq. 16): (advantages, returns), (B,T), 0 outside the mask.
 
     A_t = delta_t + gamma*lam*A_{t+1} with delta_t = r_t + gamma*V_{t+1} - V_t; nothing is bootstrapped behind the last
-    token. Masked positions are skipped: the recursion carries the next valid token's V and A across them.
+    token. Positions outside the mask are skipped: the recursion carries the next action's V and A across them.
     """
     rewards = torch.where(mask, rewards, 0)
     values = torch.where(mask, values, 0)
@@ -576,23 +598,24 @@ def gae(rewards, values, mask, gamma, lam):
 def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     """Per-token estimate of KL(pi || pi_ref) from tokens sampled by pi (Schulman, "Approximating KL Divergence").
 
-    With d = logprobs - ref_logprobs: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d. k3 goes on as its tangent beyond -d = 5:
-    finite, with the right sign, never flat (a clamp would kill the gradient just where the policy is far off).
+    With x = ref_logprobs - logprobs: k1 = -x, k2 = x^2/2, k3 = exp(x) - 1 - x. Beyond x = 5 k3 goes on as a straight
+    line: finite, with the right sign, never flat (a clamp would kill the gradient just where the policy is far off).
     """
-    d = logprobs - ref_logprobs
+    x = ref_logprobs - logprobs
     if kind == "k1":
-        return d
+        return -x
     if kind == "k2":
-        return d.square() / 2
-    x = (-d).clamp(max=5.0)  # [4.3]
-    k3 = x.exp() - x - 1
-    return k3 + (math.exp(5.0) - 1) * (-d - x)  # the tangent adds 0 up to -d = 5
+        return x.square() / 2
+    near = x.clamp(max=5.0)  # [4.3]
+    k3 = near.exp() - near - 1
+    return k3 + (math.exp(5.0) - 1) * (x - near)  # the slope at 5 times how far x lies beyond
 
 
 def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
-    """Clipped surrogate (1707.06347, eq. 7), any shape: (losses to be minimised, where the clip takes the gradient).
+    """Clipped surrogate (1707.06347, eq. 7), any shape: (losses to be minimised, clipped).
 
-    The log-ratio is clamped to +-20 so that exp stays finite.
+    `clipped` is true where the clipped term is the larger one, so that the gradient is 0. The log-ratio is clamped to
+    +-20 so that exp stays finite.
     """
     ratio = (logprobs - old_logprobs).clamp(-20.0, 20.0).exp()  # [3.12]
     unclipped = -advantages * ratio
@@ -629,9 +652,9 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
 
 
 def load_model(name, auto_class, new_head=(), **config_options):
-    """A model in float32 without dropout; only safetensors, no remote code. Weights that the files lack are refused,
-    save those whose names begin with one of `new_head`: these become zero. Rank 0 alone reads the weights, and `shard`
-    deals them out: elsewhere they are on `meta`."""
+    """A model in float32 without dropout; only safetensors, no remote code. Missing weights are an error, but for those
+    of a new head (`new_head`: how their names may begin), which start at zero. Rank 0 alone reads the weights, and
+    `shard` deals them out: elsewhere they are on `meta`."""
     config = AutoConfig.from_pretrained(name, **config_options)
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):  # with dropout two passes of the same weights would differ
@@ -645,7 +668,7 @@ def load_model(name, auto_class, new_head=(), **config_options):
         name, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
     for key in sorted(info["missing_keys"]):
-        if not key.startswith(new_head):
+        if not key.startswith(new_head):  # true of any key if new_head is ()
             fail(f"{name} is no {auto_class.__name__}, it lacks the weights {key}", alone=True)
         nn.init.zeros_(model.get_parameter(key))
     return model
@@ -661,7 +684,7 @@ def add_lora(model, rank, **options):
 
 
 class Policy(nn.Module):
-    """Log-probs of actions under a causal language model. DDP or FSDP wrap it: every gradient goes through forward."""
+    """Log-probs of actions under a causal language model. This is what `wrap` wraps: gradients go through forward."""
 
     def __init__(self, model, temperature):
         super().__init__()
@@ -675,14 +698,12 @@ class Policy(nn.Module):
         labels = tokens.roll(-1, 1)[mask]  # [1.7] the one shift: state i predicts token i+1
         # Logits exist for a chunk at a time; the backward pass computes them again.
         size = max(1, self.chunk_elements // self.model.config.get_text_config().vocab_size)
-        logprobs = []
-        entropies = []
-        for chunk in zip(hidden.split(size), labels.split(size)):
-            results = checkpoint(self.head, *chunk, use_reentrant=False, preserve_rng_state=False)
-            logprobs.append(results[0])
-            entropies.append(results[1])
+        chunks = zip(hidden.split(size), labels.split(size))
+        results = [checkpoint(self.head, *c, use_reentrant=False, preserve_rng_state=False) for c in chunks]
+        logprobs = torch.cat([chunk_logprobs for chunk_logprobs, _ in results])  # (n,)
+        entropy = torch.cat([chunk_entropy for _, chunk_entropy in results])
         zeros = torch.zeros_like(mask, dtype=torch.float32)
-        return zeros.masked_scatter(mask, torch.cat(logprobs)), zeros.masked_scatter(mask, torch.cat(entropies))
+        return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
 
     def head(self, hidden, labels):
         """hidden (n,H), labels (n,) -> logprobs, entropy (n,)."""
@@ -698,7 +719,7 @@ def load_critic(name, lora_rank):
     A new head is zero. With LoRA the head is trained as it is.
     """
     model = load_model(name, AutoModelForTokenClassification, ("score.", "classifier."), num_labels=1)
-    heads = ["score", "classifier"]  # by architecture
+    heads = ["score", "classifier"]  # what transformers calls the head, by architecture; `score` is no reward here
     return add_lora(model, lora_rank, task_type="TOKEN_CLS", exclude_modules=heads, modules_to_save=heads)
 
 
@@ -770,23 +791,19 @@ def shard(module, mesh, bf16, offload):  # [7.7]
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-# What follows a prompt. A log-prob of NOT_SAMPLED marks a token that is no action: an environment's text.
-Response = namedtuple("Response", "ids logprobs truncated")
-
-
 def random_stream(*key):
     """CPU random stream of its own for every key, e.g. ("rollout", seed, iteration): no random state to save."""
     return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
 
 
 def draw_prompts(rows, start, count, seed):
-    """Rows number start to start + count of the endless stream in which every epoch is a permutation of its own."""
-    epoch, first = divmod(start, len(rows))
+    """Entries `start` to `start + count` of an endless list: the rows shuffled, the rows shuffled anew, and so on."""
+    data_epoch, first = divmod(start, len(rows))
     order = []
     while len(order) < first + count:
-        stream = random_stream("epoch", seed, epoch)
+        stream = random_stream("epoch", seed, data_epoch)
         order += torch.randperm(len(rows), generator=stream).tolist()
-        epoch += 1
+        data_epoch += 1
     return [rows[i] for i in order[first : first + count]]
 
 
@@ -809,10 +826,12 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     """Samples a Response to each of the B prompts (lists of ids) with a KV cache.
 
     uniforms (B,T) in [0,1), one per row and step: what a row becomes depends on its own noise alone, not on the process
-    or the batch it is in. The checkpoint's generation_config plays no part.
+    or the batch it is in. The model's generation_config plays no part.
     """
     prompts = [torch.tensor(ids, device=uniforms.device) for ids in prompts]
-    inputs = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # here all rows end alike
+    inputs = pad_sequence(
+        prompts, batch_first=True, padding_value=-1, padding_side="left"
+    )  # the last column is the last token of each
     attention_mask = (inputs >= 0).long()  # (B,P)
     tokens = torch.zeros_like(uniforms, dtype=torch.long)  # (B,T)
     logprobs = torch.zeros_like(uniforms, dtype=torch.float32)  # (B,T)
@@ -822,9 +841,11 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     cache = transformers.DynamicCache(config=model.config)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     model.eval()  # in train mode, gradient checkpointing would switch the KV cache off
+    # inputs: what is fed in this step, the prompts at t = 0, then the last token (b,1) of the b rows that are left. Row
+    # j writes the response slots[j].
     for t in range(uniforms.shape[1]):
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-        positions = positions[:, -inputs.shape[1] :]  # of the inputs: the prompt, then a token at a time
+        positions = positions[:, -inputs.shape[1] :]  # those of the inputs
         output = model(inputs.clamp(min=0), attention_mask=attention_mask, position_ids=positions, **options)
         logits = output.logits[:, -1]
         tokens[slots, t], logprobs[slots, t] = sample_tokens(logits, uniforms[slots, t], temperature)
@@ -832,7 +853,8 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
         num_alive = int(alive.sum())
         if num_alive == 0:
             break
-        # [6.11] Finished rows leave, many at a time: dropping each at once would copy the cache in every step.
+        # [6.11] Finished rows leave, many at a time: dropping each at once would copy the cache in every step. Until
+        # then they sample on, which cut_responses undoes.
         if num_alive <= 0.9 * len(slots):
             kept = alive.nonzero().squeeze(1)
             cache.batch_select_indices(kept)
@@ -848,8 +870,11 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
 def cut_responses(tokens, logprobs, eos_ids):
     """tokens, logprobs (B,T) -> the Responses in them, each up to and with its first EOS."""
     lengths = make_response_mask(tokens, eos_ids).sum(1).tolist()
-    rows = zip(tokens.tolist(), logprobs.tolist(), lengths)
-    return [Response(ids[:n], row_logprobs[:n], ids[n - 1] not in eos_ids) for ids, row_logprobs, n in rows]
+    responses = []
+    for ids, row_logprobs, length in zip(tokens.tolist(), logprobs.tolist(), lengths):
+        truncated = ids[length - 1] not in eos_ids
+        responses.append(Response(ids[:length], row_logprobs[:length], truncated))
+    return responses
 
 
 def announce_pass(*_):
@@ -902,16 +927,17 @@ def to_batch(rows, responses, device):
     return tokens, mask, torch.where(mask, logprobs, 0), [len(ids) for ids in token_rows]
 
 
-def pack(lengths, rows, max_tokens, device):  # [3.2]
-    """Deals `rows` out to micro-batches of at most max_tokens padded tokens, longest first; a longer row goes alone.
+def pack(lengths, row_numbers, max_tokens, device):  # [3.2]
+    """Deals rows out to micro-batches of at most max_tokens padded tokens, longest first; a longer row goes alone.
 
-    A micro-batch is an index into (B,L): its rows, cut to the longest. Made once per iteration and used by every pass:
-    log-probs change a little (3e-6 in float32) with the rows beside them, and the ratio of an unchanged policy must be
-    exactly 1. All ranks cut equally many, as every pass needs them all; every rank must call it.
+    A micro-batch is an index into (B,L): the numbers of its rows, and the columns up to the end of the longest. Made
+    once per iteration and used by every pass: log-probs change a little (3e-6 in float32) with the rows beside them,
+    and the ratio of an unchanged policy must be exactly 1. All ranks cut equally many, as every pass needs
+    them all; every rank must call it.
     """
     parts = []
     width = 0  # of the newest part
-    for row in sorted(rows, key=lambda row: lengths[row], reverse=True):
+    for row in sorted(row_numbers, key=lambda row: lengths[row], reverse=True):
         if not parts or (len(parts[-1]) + 1) * width > max_tokens:
             parts.append([])
             width = lengths[row]
@@ -922,6 +948,7 @@ def pack(lengths, rows, max_tokens, device):  # [3.2]
         half = len(largest) // 2
         parts.append(largest[half:])
         del largest[half:]
+    # The first row of a part is its longest.
     return [(torch.tensor(part, device=device), slice(lengths[part[0]])) for part in parts]
 
 
@@ -942,7 +969,8 @@ def forward_all(module, minibatches, tokens, mask):
 # Data and rewards
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Added to a chat's bare question, or a model that never saw GSM8K would score 0 for ever (verl's words)
+# Added to a chat's question that does not ask for "####" itself: a model that has never seen GSM8K would not write it,
+# and always score 0. The words are verl's.
 GSM8K_REQUEST = ' Let\'s think step by step and output the final answer after "####".'
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -970,7 +998,7 @@ def read_data(args):
 def load_prompts(source, table, args, tokenizer):
     """List of rows {prompt, input_ids, answer, columns}, and a sentence about them for the start-up block.
 
-    `columns` are those of the data, and `messages`, the prompt as a chat. Too long prompts are left out.
+    `columns` are those of the row in the data, and `messages`, the prompt as a chat. Too long prompts are left out.
     """
     if table is None:
         return [], "no test data: --eval-dataset can name some"
@@ -980,27 +1008,27 @@ def load_prompts(source, table, args, tokenizer):
             fail(f"{source}: no column {column}; --prompt-column and --answer-column can name {', '.join(names)}")
     use_chat = bool(tokenizer.chat_template) and args.chat_template != "none"
     rows = []
-    for number, columns in enumerate(table.to_list(), 1):
-        prompt = columns[args.prompt_column]
-        answer = columns.get(args.answer_column)
+    for number, record in enumerate(table.to_list(), 1):
+        messages = record[args.prompt_column]
+        answer = record.get(args.answer_column)
         if isinstance(answer, dict):  # verl's column reward_model
             answer = answer["ground_truth"]
-        if args.reward == "gsm8k" and gsm8k_number(f"####{answer}") is None:
+        if args.reward == "gsm8k" and gsm8k_number(f"####{answer}") is None:  # see `gsm8k`
             fail(f"{source}, row {number}: --reward gsm8k needs a reference answer, this is {answer!r}")
-        if isinstance(prompt, str):
-            if use_chat and args.reward == "gsm8k" and "####" not in prompt:
-                prompt += GSM8K_REQUEST
-            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(messages, str):  # a text: one turn of the user
+            if use_chat and args.reward == "gsm8k" and "####" not in messages:
+                messages += GSM8K_REQUEST
+            messages = [{"role": "user", "content": messages}]
         if use_chat:  # the template writes the BOS itself
-            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         else:
-            text = "\n".join(message["content"] for message in prompt)
+            text = "\n".join(message["content"] for message in messages)
         ids = tokenizer(text, add_special_tokens=not use_chat)["input_ids"]
         if 0 < len(ids) <= args.max_prompt_length:
-            columns["messages"] = prompt
+            columns = record | {"messages": messages}
             rows.append({"prompt": text, "input_ids": ids, "answer": answer, "columns": columns})
     if not rows:
-        fail(f"{source}: no prompt of 1 to {args.max_prompt_length} tokens (--max-prompt-length), or no tokenizer")
+        fail(f"{source}: the tokenizer makes no prompt of 1 to {args.max_prompt_length} tokens (--max-prompt-length)")
     kind = "chat" if use_chat else "text"
     return rows, f"{source} ({kind}): {len(rows)} rows, {len(table) - len(rows)} left out"
 
@@ -1008,6 +1036,7 @@ def load_prompts(source, table, args, tokenizer):
 def gsm8k_number(text):
     """The number after the last '####' as a Decimal; None if there is none. '#### $-1,234.' is -1234."""
     _, mark, tail = text.rpartition("####")
+    # A sign, a currency, perhaps the sign there; then digits with commas, and a fraction.
     match = re.match(r"([-+]?) ?[$€£]? ?([-+]?)((?:\d[\d,]*)?\.?\d+)", tail.lstrip())
     if not mark or not match:
         return None
@@ -1019,13 +1048,17 @@ def gsm8k_number(text):
 def gsm8k(prompts, responses, answers):
     """1 if the number after the response's last '####' is the answer's (a solution with '####', or the bare number)."""
     numbers = [gsm8k_number(response) for response in responses]
+    # With the prefix a bare number can be read; in a solution its own last #### counts.
     golds = [gsm8k_number(f"####{answer}") for answer in answers]
     return [float(number is not None and number == gold) for number, gold in zip(numbers, golds)]
 
 
 def load_reward(spec):
-    """--reward as a function of prompts, responses, answers (lists) and whatever columns of the data, or `messages`
-    (prompts as chats), it names among its parameters; it returns a number for each response."""
+    """The function that --reward names: f(prompts, responses, answers, **columns) -> list of floats.
+
+    The first three are passed by position, lists of equal length. A further parameter that is named like a column of
+    the data, e.g. f(prompts, responses, answers, difficulty), gets that column; `messages` gets the prompts as chats.
+    """
     if spec == "gsm8k":
         return gsm8k
     path, _, name = spec.rpartition(":")
@@ -1060,7 +1093,7 @@ def compute_scores(reward_function, tokenizer, rows, responses):
 def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args, accelerator):
     """Scores every row once greedily and once sampled at temperature 1: the metrics; writes the completions.
 
-    A row's noise is always the same, so that evaluations differ by the model alone. The length is that of sampled ones.
+    A row's noise is always the same, so that evaluations differ by the model alone.
     """
     if not rows:
         return {}
@@ -1074,23 +1107,23 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
     for kind, temperature in ("", 0), ("_sampled", 1):
         responses = rollout(rows, uniforms[mine], temperature)
         texts, scores = compute_scores(reward_function, tokenizer, rows, responses)
-        lengths = [len(response.ids) for response in responses]
         metrics[f"eval/score{kind}"] = mean(torch.tensor(scores, device=accelerator.device))
-        metrics["eval/length_mean"] = mean(torch.tensor(lengths, device=accelerator.device))
         completions[f"response{kind}"] = texts
         completions[f"score{kind}"] = scores
+    lengths = [len(response.ids) for response in responses]  # of those sampled, which came last
+    metrics["eval/length_mean"] = mean(torch.tensor(lengths, device=accelerator.device))
     write_rows(run_dir / f"completions/eval_{iteration:06d}.jsonl", completions, accelerator)
     found = f"eval {metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled"
     accelerator.print(f"\riteration {iteration}: {found}, length {metrics['eval/length_mean']:.1f}")
     return metrics
 
 
-def log(step, metrics, run_dir, accelerator):
+def log(iteration, metrics, run_dir, accelerator):
     """A line of metrics.jsonl, and the tracker's; every rank may call it."""
     if accelerator.is_main_process:
         with open(run_dir / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"step": step} | metrics) + "\n")
-    accelerator.log(metrics, step=step)
+            file.write(json.dumps({"step": iteration} | metrics) + "\n")
+    accelerator.log(metrics, step=iteration)
 
 
 def fail(sentence, alone=False):
@@ -1104,26 +1137,27 @@ def fail(sentence, alone=False):
 
 def find_run(args):
     """(folder of the run, checkpoint to go on from or None)."""
+    if args.resume not in (None, "auto"):
+        checkpoint_dir = Path(args.resume).resolve()
+        newest = max(checkpoint_dir.parent.glob("step_*"), default=None)
+        if checkpoint_dir != newest:
+            fail(f"{checkpoint_dir} is not the newest checkpoint of its run, which is {newest}: move that away first")
+        return checkpoint_dir.parents[1], checkpoint_dir
     name = args.run_name or f"{Path(__file__).stem}-{args.seed}"
     if args.run_name is None and args.resume is None:  # with the time in it --resume auto would not find it
         name += time.strftime("-%Y%m%d-%H%M%S")
     run_dir = Path(args.output_dir, broadcast_object_list([name])[0])
-    if args.resume is None:
-        if run_dir.exists():
-            fail(f"the run folder {run_dir} exists: choose another --run-name, or go on with --resume auto")
-        return run_dir, None
-    if args.resume != "auto":
-        checkpoint_dir = Path(args.resume).resolve()
-        run_dir = checkpoint_dir.parents[1]
-    newest = max(run_dir.glob("checkpoints/step_*"), default=None)
-    if args.resume != "auto" and checkpoint_dir != newest:
-        fail(f"{checkpoint_dir} is not the newest checkpoint of its run, which is {newest}: move that away first")
-    return run_dir, newest
+    if args.resume == "auto":
+        return run_dir, max(run_dir.glob("checkpoints/step_*"), default=None)
+    if run_dir.exists():
+        fail(f"the run folder {run_dir} exists: choose another --run-name, or go on with --resume auto")
+    return run_dir, None
 
 
-def open_run(run_dir, args, kept_metrics, accelerator):
-    """Writes what the run folder begins with, keeps so many lines of metrics, and starts the tracker."""
-    script = Path(getattr(sys.modules["__main__"], "__file__", __file__))  # it may import this file and change a part
+def open_run(run_dir, args, kept_lines, accelerator):
+    """Writes what the run folder begins with, keeps so many lines of metrics.jsonl, and starts the tracker."""
+    # Another script may import this one and replace a part of it: then both are copied.
+    script = Path(getattr(sys.modules["__main__"], "__file__", __file__))
     settings = asdict(args) | {"num_processes": accelerator.num_processes, "script": script.name}
     if accelerator.is_main_process:
         (run_dir / "completions").mkdir(parents=True, exist_ok=True)
@@ -1133,9 +1167,11 @@ def open_run(run_dir, args, kept_metrics, accelerator):
         metrics_file = run_dir / "metrics.jsonl"
         metrics_file.touch()
         lines = metrics_file.read_text().splitlines(keepends=True)
-        metrics_file.write_text("".join(lines[:kept_metrics]))
+        shortened = run_dir / ".metrics.tmp"
+        shortened.write_text("".join(lines[:kept_lines]))
+        shortened.replace(metrics_file)
     accelerator.project_configuration.logging_dir = str(run_dir)
-    trackers = {"wandb": {"name": run_dir.name, "config": settings}, "tensorboard": {"purge_step": kept_metrics}}
+    trackers = {"wandb": {"name": run_dir.name, "config": settings}, "tensorboard": {"purge_step": kept_lines}}
     accelerator.init_trackers(Path(__file__).stem, None, trackers)
 
 
@@ -1152,7 +1188,8 @@ def remove(folder):
 def written_whole(path, accelerator):
     """Yields a temporary folder that takes the name `path` once the block is done: what has that name is complete.
 
-    A folder of that name is there after a kill, or in a run that is prolonged: it goes first. Every rank must enter.
+    If there is one already (an iteration repeated after a kill, or `final` of a run that goes on), it is removed just
+    before. Every rank must enter.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     if accelerator.is_main_process:
@@ -1217,7 +1254,7 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
         if accelerator.is_main_process:
             torch.save(state, folder / "state.pt")
     if accelerator.is_main_process:
-        for old in sorted(path.parent.glob("step_*"))[:-keep]:
+        for old in sorted(path.parent.glob("step_*"))[:-keep]:  # none if keep is 0
             remove(old)
 
 

@@ -2,14 +2,19 @@
 
     python benchmarks/versions.py                      all cases against version 0.2
     python benchmarks/versions.py ppo rloo             some of them
-    python benchmarks/versions.py --rounds 5 ppo grpo  processor seconds of both as well, in turns
+    python benchmarks/versions.py --rounds 5 ppo grpo  processor seconds of an iteration as well, both in turns
 
 Three iterations of each case. Compared are all metrics that both log (times and memory aside) and the completions, to
 the letter. What only one side logs is listed. The earlier scripts come from the history of the repository and lie with
 their runs in --folder, where the next comparison finds them again.
+
+Processor seconds are those of rank 0, without start and evaluation: the median over iterations 3 to 8 of a longer run
+with eight times as many responses.
+Of every round the ratio is taken; shown are its median, lowest and highest.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -17,6 +22,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +55,24 @@ CASES = {
     "epochs": ("ppo_llm", 1, PPO + " --ppo-epochs 2 --gradient-checkpointing --max-grad-norm 0.05"),
     "losses": ("ppo_llm", 1, PPO + " --entropy-coef 0.01 --kl-loss-coef 0.1 --kl-loss-kind k3 --clip-high 0.01"),
 }
+
+TIMED = " --total-iterations 8 --eval-rows 0 --max-response-length 64"  # last, so that these hold
+TIMED += " --microbatch-tokens 1024 --minibatch-size 64 --batch-size {batch_size}"
+# Runs a script, and notes the processor time whenever an iteration is logged.
+RUN = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+from accelerate import Accelerator
+import {script} as algo
+
+def note_time(*args, **kwargs):
+    if os.environ.get("RANK", "0") == "0":
+        with open({notes!r}, "a") as file:
+            file.write(f"{{time.process_time()}}\\n")
+
+Accelerator.log = note_time
+algo.main(algo.parse_args())
+"""
 
 
 def make_chat_model(folder):
@@ -83,35 +107,53 @@ def lay_out(folder, version):
         (folder / "benchmarks" / "tiny").symlink_to(TINY)
 
 
-def command_of(case, scripts, runs):
-    """(command of a case, a text that tells it from others)"""
+def command_of(case, scripts, runs, program=None, more=""):
+    """The command of a case. program: runs in place of the script."""
     script, processes, flags = CASES[case]
-    words = shlex.split((COMMON + flags).format(chat=scripts.parent / "chat"))
+    words = shlex.split((COMMON + flags + more).format(chat=scripts.parent / "chat"))
     launcher = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_machines", "1"]
     launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     launcher += ["--num_processes", str(processes)] + ["--multi_gpu"] * (processes > 1)
-    program = launcher if processes > 1 else [sys.executable]
-    return [*program, str(scripts / f"{script}.py"), *words, "--output-dir", str(runs), "--run-name", case]
+    start = launcher if processes > 1 else [sys.executable]
+    program = program or scripts / f"{script}.py"
+    return [*start, str(program), *words, "--output-dir", str(runs), "--run-name", case]
 
 
-def run(case, scripts, runs, again=True):
-    """Trains; processor seconds of all ranks, start and evaluation included. Not again: only if it has not run so."""
-    command, folder = command_of(case, scripts, runs), runs / case
+def call(command, log):
+    """Runs a command to its end, its console in the file `log`."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    with open(log, "w") as console:
+        code = subprocess.run(command, stdout=console, stderr=subprocess.STDOUT, env=env).returncode
+    if code:
+        sys.exit(f"{shlex.join(command)}: exit code {code}\n{log.read_text()[-3000:]}")
+
+
+def run(case, scripts, runs, again):
+    """Trains. Not again: only if it has not run so."""
+    command = command_of(case, scripts, runs)
     done = runs / f"{case}.txt"
     if not again and done.exists() and done.read_text() == shlex.join(command):
-        return None
-    shutil.rmtree(folder, ignore_errors=True)
-    done.unlink(missing_ok=True)
+        return
     runs.mkdir(parents=True, exist_ok=True)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    with open(runs / f"{case}.log", "w") as console:
-        process = subprocess.Popen(command, stdout=console, stderr=subprocess.STDOUT, env=env)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        sys.exit(f"{case}: exit code {process.returncode}\n{(runs / f'{case}.log').read_text()[-3000:]}")
+    shutil.rmtree(runs / case, ignore_errors=True)
+    done.unlink(missing_ok=True)
+    call(command, runs / f"{case}.log")
     done.write_text(shlex.join(command))
-    return usage.ru_utime + usage.ru_stime
+
+
+def processor_seconds(case, scripts):
+    """Of an iteration on rank 0: the median over all but the first two."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        notes = folder / "times.txt"
+        program = folder / "run.py"
+        program.write_text(RUN.format(folder=str(scripts), script=CASES[case][0], notes=str(notes)))
+        batch_size = 64 if "--group-size" in CASES[case][2] else 256
+        flags = TIMED.format(batch_size=batch_size)
+        call(command_of(case, scripts, folder, program, flags), folder / "console.txt")
+        times = [float(line) for line in notes.read_text().split()]  # the first is from before training
+    seconds = [end - begin for begin, end in itertools.pairwise(times)]
+    return statistics.median(seconds[2:])
 
 
 def read_lines(path):
@@ -163,11 +205,14 @@ def main():
         seconds = {side: [] for side in sides}
         for _ in range(args.rounds):
             for side, scripts in sides.items():
-                seconds[side].append(run(case, scripts, scripts / "runs"))
+                seconds[side].append(processor_seconds(case, scripts))
         if args.rounds:
             ratios = sorted(new / old for old, new in zip(seconds["old"], seconds["new"]))
-            spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
-            print(f"    processor seconds, today's over the earlier: {statistics.median(ratios):.3f} ({spread})")
+            ends = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
+            middle = " and ".join(f"{statistics.median(seconds[side]):.2f}" for side in sides)
+            print(
+                f"    processor seconds of an iteration {middle}: {statistics.median(ratios):.3f} ({ends})", flush=True
+            )
     print(f"only the earlier version logs: {', '.join(sorted(gone)) or 'nothing'}")
     print(f"only today's logs: {', '.join(sorted(added)) or 'nothing'}")
     sys.exit(failed)

@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from datasets import Dataset, DatasetDict
 from ranks import load_script, run_script
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
@@ -138,9 +139,11 @@ def toy_rows(n, start=0):
 
 @pytest.fixture(scope="session")
 def toy_data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    write_rows(folder / "test.jsonl", toy_rows(7, 100))  # an odd number: two processes have unequal shares
-    return write_rows(folder / "train.jsonl", toy_rows(24))
+    """Both splits in a folder: with another --dataset a run has other test rows, or none."""
+    folder = str(tmp_path_factory.mktemp("data") / "toy")
+    rows = {"train": toy_rows(24), "test": toy_rows(7, 100)}  # an odd number: two processes have unequal shares
+    DatasetDict({split: Dataset.from_list(rows[split]) for split in rows}).save_to_disk(folder)
+    return folder
 
 
 # A reward that a random model gets signal from: the share of letters before the middle of the alphabet.

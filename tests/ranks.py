@@ -154,7 +154,8 @@ class SGD(torch.optim.SGD):
 def fixed_responses(algo, group_size):
     """In place of `generate`: made from the place in the global batch alone, and as uneven as can be.
 
-    Odd prompts, which are rank 1's, get one or two tokens; the others up to all, some without an EOS.
+    Odd prompts, which are rank 1's, get one or two tokens; the others up to all, some without an EOS. Their log-probs
+    are the model's: the script compares them with those of the training pass.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -167,7 +168,11 @@ def fixed_responses(algo, group_size):
             ids = torch.randint(3, model.config.vocab_size, (width,), generator=noise)[:length].tolist()
             if length <= width:
                 ids[-1] = eos_ids[0]
-            responses.append(algo.Response(ids, [0.0] * len(ids), length > width))
+            before, sampled = len(prompts[i]) - 1, torch.tensor(ids)[:, None]
+            with torch.no_grad():
+                logits = model(torch.tensor([prompts[i] + ids]), use_cache=False).logits[0, before:-1]
+            logprobs = (logits / temperature).log_softmax(-1).gather(1, sampled)[:, 0]
+            responses.append(algo.Response(ids, logprobs.tolist(), length > width))
         return responses
 
     return generate

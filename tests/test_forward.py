@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import make_model, make_tokenizer
+from conftest import each_script, make_model, make_tokenizer, read_metrics
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -33,7 +33,11 @@ def model(algo, folder):
 
 @pytest.fixture
 def critic(algo, folder):
-    return with_a_head(algo.Critic(folder, 0))
+    return with_a_head(load_critic(algo, folder))
+
+
+def load_critic(algo, folder, lora_rank=0):
+    return algo.Critic(algo.load_critic(folder, lora_rank))
 
 
 def with_a_head(critic):
@@ -72,8 +76,8 @@ def noise(rows, steps, seed=5):
     return torch.rand(rows, steps, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def sample(algo, model, prompts, uniforms, eos_ids=(EOS,), temperature=1.0, top_p=1.0, top_k=0):
-    return algo.generate(model, prompts, uniforms, list(eos_ids), temperature, top_p, top_k)
+def sample(algo, model, prompts, uniforms, eos_ids=(EOS,), temperature=1.0):
+    return algo.generate(model, prompts, uniforms, list(eos_ids), temperature)
 
 
 def as_tuple(output):
@@ -189,7 +193,7 @@ def test_dropout_of_the_checkpoint_is_off_in_train_mode(algo, tmp_path, folder):
     assert not torch.equal(plain(tokens).logits, plain(tokens).logits)  # it would be on
     policy = algo.Policy(algo.load_model(folder, AutoModelForCausalLM), 1.0).train()
     assert torch.equal(policy(tokens, mask)[0], policy(tokens, mask)[0])
-    critic = with_a_head(algo.Critic(folder, 0)).train()
+    critic = with_a_head(load_critic(algo, folder)).train()
     assert critic(tokens, mask).any() and torch.equal(critic(tokens, mask), critic(tokens, mask))
 
 
@@ -220,7 +224,7 @@ def test_values_equal_bare_prefixes(algo, critic):
 
 
 def test_new_critic_values_everything_at_zero_and_its_head_learns(algo, folder):
-    critic, (tokens, mask) = algo.Critic(folder, 0), make_batch(algo)
+    critic, (tokens, mask) = load_critic(algo, folder), make_batch(algo)
     values = critic(tokens, mask)
     assert values.shape == mask.shape and not values.any()
     (values - 1).square().sum().backward()
@@ -233,14 +237,14 @@ def test_critic_keeps_the_head_its_checkpoint_brings(algo, folder, tmp_path):
     torch.nn.init.normal_(head.weight)
     torch.nn.init.constant_(head.bias, 0.5)
     saved.save_pretrained(tmp_path / "critic")
-    critic = algo.Critic(str(tmp_path / "critic"), 0)
+    critic = load_critic(algo, str(tmp_path / "critic"))
     loaded = getattr(critic.model, critic.head_name)
     assert torch.equal(loaded.weight, head.weight) and torch.equal(loaded.bias, head.bias)
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_saved_critic_reloads_with_the_plain_class(algo, folder, tmp_path, lora_rank):
-    critic = with_a_head(algo.Critic(folder, lora_rank))
+    critic = with_a_head(load_critic(algo, folder, lora_rank))
     for name, p in critic.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.1)
@@ -322,7 +326,7 @@ def test_lora_trains_all_linear_layers_but_the_head(algo, folder):
 
 
 def test_lora_trains_the_head_of_the_critic_whole(algo, folder):
-    critic, (tokens, mask) = algo.Critic(folder, 4), make_batch(algo)
+    critic, (tokens, mask) = load_critic(algo, folder, 4), make_batch(algo)
     values = critic(tokens, mask)
     assert not values.any()
     (values - 1).square().sum().backward()
@@ -332,6 +336,28 @@ def test_lora_trains_the_head_of_the_critic_whole(algo, folder):
     assert all(critic.head_name in name and p.grad.any() for name, p in heads.items())
     torch.optim.SGD(trained.values(), lr=0.1).step()
     assert critic(tokens, mask)[mask].mean() > 0
+
+
+def test_a_critic_trained_with_lora_is_its_frozen_backbone_and_what_is_saved(algo, folder, tmp_path):
+    critic, (tokens, mask) = load_critic(algo, folder, 4), make_batch(algo)
+    assert critic.head_name == ("score" if "llama" in folder else "classifier")
+    start = {name: p.clone() for name, p in critic.model.named_parameters()}
+    optimizer = torch.optim.SGD([p for p in critic.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):  # the head moves first, then B, then A
+        optimizer.zero_grad()
+        (critic(tokens, mask) - 1)[mask].square().mean().backward()
+        optimizer.step()
+    files = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    moved = {name for name, p in critic.model.named_parameters() if not torch.equal(p, start[name])}
+    assert moved == {name for name, p in critic.model.named_parameters() if p.requires_grad}
+    frozen = {name.replace(".base_layer", ""): p for name, p in critic.model.named_parameters() if name not in moved}
+    backbone = {name: p for name, p in frozen.items() if not name.startswith(critic.head_name)}
+    assert len(backbone) > 10 and all(torch.equal(p, files[name]) for name, p in backbone.items())
+    critic.model.save_pretrained(tmp_path)
+    plain = AutoModelForTokenClassification.from_pretrained(tmp_path, num_labels=1).eval()
+    with torch.no_grad():
+        values, expected = critic(tokens, mask), torch.where(mask, plain(tokens).logits[..., 0], 0)
+    assert values[mask].mean() > 0.1 and torch.allclose(values, expected, atol=2e-5)
 
 
 def test_rank_0_leaves_the_model_alone(algo, model):
@@ -348,7 +374,7 @@ def test_greedy_equals_transformers(algo, tmp_path, arch, pad_token):
     model = algo.load_model(make_model(tmp_path, arch, pad=pad_token), AutoModelForCausalLM)
     prompts, steps, eos_ids = prompts_of(3, 7, 5), 12, [EOS]
     for _ in range(2):  # the second time the third token of the first answer is one of two EOS ids
-        responses = sample(algo, model, prompts, noise(3, steps), eos_ids, top_k=1)
+        responses = sample(algo, model, prompts, noise(3, steps), eos_ids, temperature=0)
         for prompt, response in zip(prompts, responses):
             ids = torch.tensor([prompt])
             options = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": eos_ids, "pad_token_id": 0}
@@ -368,6 +394,19 @@ def test_an_eos_at_the_very_end_is_no_truncation(algo, model):
         (response,) = sample(algo, model, prompts, noise(1, 12)[:, :length], [ids[n]])
         assert response.ids == ids[: n + 1][:length] and response.truncated == (length == n)
         assert len(response.logprobs) == len(response.ids)
+
+
+def test_cut_responses(algo):
+    """Each up to and with its first EOS, of whichever kind; one that never comes to it is truncated."""
+    tokens = torch.tensor([[5, EOS, 6, EOS], [5, 6, 7, EOS], [5, 6, 7, 8], [EOS2, EOS, 5, 6], [5, 6, EOS2, 0]])
+    logprobs = -torch.arange(20.0).view(5, 4)
+    found = algo.cut_responses(tokens, logprobs, [EOS, EOS2])
+    assert [response.ids for response in found] == [[5, EOS], [5, 6, 7, EOS], [5, 6, 7, 8], [EOS2], [5, 6, EOS2]]
+    assert [response.truncated for response in found] == [False, False, True, False, False]
+    for row, response in zip(logprobs.tolist(), found):
+        assert response.logprobs == row[: len(response.ids)]
+    assert [response.truncated for response in algo.cut_responses(tokens, logprobs, [])] == [True] * 5
+    assert algo.cut_responses(tokens, logprobs, [])[0].ids == [5, EOS, 6, EOS]
 
 
 class Waits(TorchDispatchMode):
@@ -474,7 +513,7 @@ def test_noise_alone_decides(algo, model):
     prompts = prompts_of(3, 7, 5)
     runs = [sample(algo, model, prompts, noise(3, 8, seed)) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
-    greedy = [sample(algo, model, prompts, noise(3, 8, seed), top_k=1) for seed in (1, 2)]
+    greedy = [sample(algo, model, prompts, noise(3, 8, seed), temperature=0) for seed in (1, 2)]
     assert greedy[0] == greedy[1]
 
 
@@ -560,3 +599,65 @@ def test_draw_prompts_is_one_stream(algo):
     assert len({tuple(stream[i : i + 10]) for i in range(0, 40, 10)}) == 4
     assert [x for i in range(0, 40, 4) for x in algo.draw_prompts(rows, i, 4, 3)] == stream
     assert algo.draw_prompts(rows, 0, 40, 4) != stream and algo.draw_prompts(rows, 7, 25, 3) == stream[7:32]
+
+
+# --- The sampler against the training pass ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def misled(algo, toy_run, tmp_path, monkeypatch, capsys):
+    """misled(change, iteration) -> (lines of metrics, what the run ended with, if it did): from that iteration on
+    change(log-probs) stands for the sampler's log-probs of the first response."""
+
+    def run(change, iteration=1, **flags):
+        calls, real = [], algo.generate
+
+        def generate(*args):
+            first, *others = calls.append(args) or real(*args)
+            return [first._replace(logprobs=change(first.logprobs)) if len(calls) >= iteration else first, *others]
+
+        monkeypatch.setattr(algo, "generate", generate)
+        error = None
+        try:
+            toy_run(minibatch_size=8, total_iterations=3, **flags)  # one step: all rows are compared
+        except SystemExit as stop:
+            (error,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+            assert stop.code == 1
+        assert iteration <= len(calls) <= 3
+        return len(read_metrics(tmp_path / "runs" / "run0")), error
+
+    return run
+
+
+@each_script()
+@pytest.mark.parametrize("iteration", [1, 3])
+def test_a_log_prob_of_the_sampler_that_is_no_number_ends_the_run(misled, iteration):
+    """One token's is enough, and it is larger than any limit: no comparison with NaN is true."""
+    lines, error = misled(lambda logprobs: [math.nan, *logprobs[1:]], iteration)
+    assert lines == iteration and error.startswith("error: sampler and training pass differ by nan: ")
+
+
+@each_script()
+def test_a_log_prob_of_the_training_pass_that_is_no_number_ends_the_run(algo, misled, monkeypatch):
+    """Its gradient is none either, so that no step is taken."""
+    real = algo.Policy.forward
+
+    def forward(self, tokens, mask):
+        logprobs, entropy = real(self, tokens, mask)
+        return logprobs.masked_fill(mask.cumsum(1) == 2, math.nan), entropy
+
+    monkeypatch.setattr(algo.Policy, "forward", forward)
+    lines, error = misled(lambda logprobs: logprobs)
+    assert lines == 1 and error.endswith("nan")
+
+
+@each_script()
+@pytest.mark.parametrize("iteration", [1, 2, 3])
+def test_a_sampler_that_goes_astray_ends_the_run_in_whatever_iteration(misled, iteration):
+    lines, error = misled(lambda logprobs: [x - 1 for x in logprobs], iteration)
+    assert lines == iteration and error.startswith("error: sampler and training pass differ by 0.")
+
+
+@each_script()
+def test_rounding_does_not(misled):
+    assert misled(lambda logprobs: [x - 1e-3 for x in logprobs]) == (4, None)

@@ -136,12 +136,12 @@ def test_responses_to_one_prompt_are_those_to_each_alone(model, sizes):
     prompts = [prompt for prompt, size in zip(PROMPTS, sizes) for _ in range(size)]
     uniforms, seen = noise(len(prompts), 12), []
     hook = model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(tuple(args[0].shape)), with_kwargs=True)
-    found = grpo.generate(model, prompts, uniforms, [1, 20, 21], 1.0, 1.0, 0)
+    found = grpo.generate(model, prompts, uniforms, [1, 20, 21], 1.0)
     hook.remove()
     assert (
         seen[0] == (4, 7) and max(rows for rows, _ in seen[1:]) >= len(prompts) * 0.7
     )  # read once, then a row for each
-    expected = [ppo.generate(model, [p], u[None], [1, 20, 21], 1.0, 1.0, 0)[0] for p, u in zip(prompts, uniforms)]
+    expected = [ppo.generate(model, [p], u[None], [1, 20, 21], 1.0)[0] for p, u in zip(prompts, uniforms)]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.ids == theirs.ids and ours.truncated == theirs.truncated
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-5)
@@ -150,16 +150,35 @@ def test_responses_to_one_prompt_are_those_to_each_alone(model, sizes):
 
 
 def test_equal_prompts_of_different_rows_share_too(model):
-    found = grpo.generate(model, [[5, 6], [5, 6], [7], [5, 6]], noise(4, 6), [1], 1.0, 1.0, 0)
-    alone = [grpo.generate(model, [p], u[None], [1], 1.0, 1.0, 0)[0] for p, u in zip([[5, 6]] * 2, noise(4, 6))]
-    assert [x.ids for x in found[:2]] == [x.ids for x in alone]
+    """Also where another prompt stands between them: then it is read twice."""
+    prompts, uniforms, seen = [[5, 6], [5, 6], [7], [5, 6]], noise(4, 6), []
+    hook = model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(tuple(args[0].shape)), with_kwargs=True)
+    found = grpo.generate(model, prompts, uniforms, [1], 1.0)
+    hook.remove()
+    alone = [grpo.generate(model, [p], u[None], [1], 1.0)[0] for p, u in zip(prompts, uniforms)]
+    assert seen[0] == (3, 2) and [x.ids for x in found] == [x.ids for x in alone]
+
+
+MERGED = [  # prompts, the distinct ones, which of them each prompt is
+    ([[5, 6]], [[5, 6]], [0]),
+    ([[5, 6], [5, 6], [7], [7]], [[5, 6], [7]], [0, 0, 1, 1]),
+    ([[5, 6], [7], [5, 6]], [[5, 6], [7], [5, 6]], [0, 1, 2]),  # equal, but no neighbours
+    ([[5], [5, 6], [5, 6], [6, 5]], [[5], [5, 6], [6, 5]], [0, 1, 1, 2]),  # one begins like another
+]
+
+
+@pytest.mark.parametrize("prompts, distinct, owners", MERGED)
+def test_merge_equal(prompts, distinct, owners):
+    found, found_owners = grpo.merge_equal(prompts, "cpu")
+    assert [ids.tolist() for ids in found] == distinct and found_owners.tolist() == owners
+    assert [found[owner].tolist() for owner in found_owners] == prompts
 
 
 # --------------------------------------------------------------------------------------------------------- the loop
 
 
 def test_nothing_moves_without_a_learning_rate(toy_run):
-    for flags in ({}, {"lora_rank": 4}, {"old_logprobs": "corrected", "estimator": "rloo", "temperature": 0.5}):
+    for flags in ({}, {"lora_rank": 4}, {"estimator": "rloo", "temperature": 0.5}):
         _, metrics = toy_run(lr=0.0, ppo_epochs=2, **flags)
         for m in metrics[1:]:
             assert m["actor/ratio_mean"] == m["actor/ratio_max"] == 1 and m["actor/clipfrac"] == 0
@@ -197,13 +216,20 @@ def test_advantages_are_those_of_the_groups(toy_run, monkeypatch, estimator):
 
 
 def test_a_kl_in_the_reward_enters_before_the_groups_are_compared(toy_run, monkeypatch):
-    calls, real = [], grpo.group_advantages
-    monkeypatch.setattr(grpo, "group_advantages", lambda *args: calls.append(args) or real(*args))
+    """The KL of a whole response, from the log-probs of all its tokens."""
+    compared, scored, passes = [], [], []
+    advantages_of, place, forward = grpo.group_advantages, grpo.place_scores, grpo.forward_all
+    monkeypatch.setattr(grpo, "group_advantages", lambda *args: compared.append(args) or advantages_of(*args))
+    monkeypatch.setattr(grpo, "place_scores", lambda *args: scored.append(args) or place(*args))
+    monkeypatch.setattr(grpo, "forward_all", lambda *args: passes.append(forward(*args)) or passes[-1])
     _, metrics = toy_run(kl_reward_coef=0.3, missing_eos_penalty=0.7, estimator="rloo", total_iterations=3)
-    for m, (scores, *_) in zip(metrics[1:], calls):
-        assert m["reward/total_mean"] == pytest.approx(m["reward/mean"] - 0.3 * m["kl/sequence"], abs=1e-6)
-        assert scores.shape == (8,) and m["reward/total_mean"] == pytest.approx(scores.mean().item(), abs=1e-6)
-    assert metrics[-1]["kl/sequence"] != 0
+    assert len(compared) == len(scored) == len(passes) / 2 == 3
+    for m, (total, *_), (scores, _), old, ref in zip(metrics[1:], compared, scored, passes[::2], passes[1::2]):
+        kl = (old - ref).sum(1)
+        torch.testing.assert_close(total, scores - 0.3 * kl, rtol=0, atol=1e-6)
+        assert m["reward/mean"] == pytest.approx(scores.mean().item(), abs=1e-6)
+        assert total.shape == (8,) and m["reward/total_mean"] == pytest.approx(total.mean().item(), abs=1e-6)
+    assert kl.abs().min() > 1e-3 and kl.std() > 1e-3
 
 
 CONSTANT_REWARD = """
@@ -238,9 +264,11 @@ def test_no_coefficient_no_reference(toy_run, capsys, monkeypatch):
     loaded, real = [], grpo.load_model
     monkeypatch.setattr(grpo, "load_model", lambda *args, **options: loaded.append(args) or real(*args, **options))
     _, metrics = toy_run(kl_loss_coef=0.0)
-    assert len(loaded) == 1 and metrics[-1]["kl/mean"] == 0 and "reference  none" in capsys.readouterr().out
+    assert len(loaded) == 1 and metrics[-1]["kl/mean"] == 0
+    assert "KL         to the start: 0.0 in the reward, 0.0 in the loss" in capsys.readouterr().out
     _, metrics = toy_run(kl_loss_coef=0.1)
-    assert len(loaded) == 3 and metrics[-1]["kl/mean"] != 0 and "frozen copy" in capsys.readouterr().out
+    assert len(loaded) == 3 and metrics[-1]["kl/mean"] != 0
+    assert "KL         to the start: 0.0 in the reward, 0.1 in the loss" in capsys.readouterr().out
 
 
 def test_dividing_by_the_std_of_a_group_makes_a_kl_in_the_reward_loud():
@@ -264,15 +292,6 @@ def test_gradients_do_not_depend_on_micro_batches(toy_run, loss_agg):
     for other in others:
         for a, b in zip(first, other):
             assert a == pytest.approx(b, rel=2e-6, abs=2e-6)
-
-
-def test_the_adaptive_coefficient_counts_responses(toy_run):
-    flags = {"kl_controller": "adaptive", "kl_target": 1e-4, "kl_horizon": 100.0, "kl_reward_coef": 0.1}
-    _, metrics = toy_run(total_iterations=4, lr=1e-2, **flags)
-    coef = 0.1
-    for m in metrics[1:]:
-        assert m["kl/coef"] == pytest.approx(coef, rel=1e-9)
-        coef *= 1 + max(-0.2, min(0.2, m["kl/mean"] / 1e-4 - 1)) * 8 / 100
 
 
 REFUSED = {

@@ -14,6 +14,8 @@ from itertools import product
 
 import pytest
 import torch
+from conftest import ROOT
+from ranks import load_script
 from torch.nn.functional import pad
 
 B, T, MAX_LENGTH = 6, 7, 10
@@ -88,6 +90,13 @@ def test_masked_mean(algo, case):
     empty = torch.zeros_like(case.mask)
     assert algo.masked_mean(x, empty) == 0 and (algo.masked_mean(x, empty, 1) == 0).all()
     assert (gradient(lambda x: algo.masked_mean(x, empty), x) == 0).all()
+
+
+def test_count_actions(algo, case):
+    """Of rows without an action, as an environment's text alone would be, none is counted."""
+    mask = torch.cat([case.mask, torch.zeros(2, T, dtype=torch.bool)])
+    assert algo.count_actions(mask) == [len(case.valid), B]
+    assert algo.count_actions(mask[-2:]) == [0, 0] == algo.count_actions(mask[:0])
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e7])  # one-pass moments lose all digits at 1e7
@@ -185,14 +194,12 @@ def k3(d):
     return math.exp(x) - x - 1 + (math.exp(5) - 1) * (-d - x)
 
 
-# kind -> (value, gradient) as functions of d; a `+` takes the gradient of k2.
+# kind -> (value, gradient) as functions of d
 KL = {
     "k1": (lambda d: d, lambda d: 1),
-    "abs": (abs, lambda d: math.copysign(1, d)),
     "k2": (lambda d: d * d / 2, lambda d: d),
     "k3": (k3, lambda d: 1 - math.exp(min(-d, 5))),
 }
-KL |= {"k1+": (KL["k1"][0], KL["k2"][1]), "k3+": (KL["k3"][0], KL["k2"][1])}
 
 
 @pytest.mark.parametrize("kind", KL)
@@ -210,9 +217,9 @@ def test_kl_far_apart(algo, kind):
 def test_kl_golden(algo):
     logprobs, ref = torch.tensor([-1, -2, -0.5, -30]), torch.tensor([-1.5, -1, -0.5, -1])
     values = [0.106531, 0.718282, 0, math.exp(5) - 6 + 24 * (math.exp(5) - 1)]
-    for kind, grads in ("k3", [0.393469, -1.718282, 0, 1 - math.exp(5)]), ("k3+", [0.5, -1, 0, -29]):
-        close(algo.kl_penalty(logprobs, ref, kind), values, 1e-5)
-        close(gradient(lambda x: algo.kl_penalty(x, ref, kind), logprobs), grads, 1e-5)
+    close(algo.kl_penalty(logprobs, ref, "k3"), values, 1e-5)
+    grads = gradient(lambda x: algo.kl_penalty(x, ref, "k3"), logprobs)
+    close(grads, [0.393469, -1.718282, 0, 1 - math.exp(5)], 1e-5)
 
 
 @pytest.mark.parametrize("kind", KL)
@@ -225,10 +232,10 @@ def test_kl_expectations(algo, kind, seed):
     p, q = logprobs.exp(), ref.exp()
     true_kl = (p * (logprobs - ref)).sum()
     estimate = (p.detach() * algo.kl_penalty(logprobs, ref, kind)).sum()
-    if kind[:2] in ("k1", "k3"):
+    if kind in ("k1", "k3"):
         close(estimate.detach(), true_kl.detach())
     grad, true_grad = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (estimate, true_kl))
-    if kind in ("k2", "k1+", "k3+"):
+    if kind == "k2":
         close(grad, true_grad)
     elif kind == "k1":  # noise without a pull
         close(grad, torch.zeros(3))
@@ -237,34 +244,22 @@ def test_kl_expectations(algo, kind, seed):
         close(grad, p - q)
 
 
-def test_adaptive_kl(algo):
-    controller = algo.AdaptiveKL(0.2, 6, 10000)
-    for kl, coef in (12, 0.201024), (6.6, 0.2015386), (3, 0.2005067), (0, 0.1994801):
-        controller.update(kl, 256)
-        close(controller.coef, coef, 1e-6)
-    controller = algo.AdaptiveKL(0.2, 6, 51.3)  # the shortest horizon for 256 responses: the sign stays
-    controller.update(0, 256)
-    close(controller.coef, 0.2 * (1 - 0.2 * 256 / 51.3))
-    assert controller.coef > 0
-
-
-def surrogate(new, old, advantage, low, high, dual=math.inf):
+def surrogate(new, old, advantage, low, high):
     """The clipped loss by cases: a good token gains nothing above 1 + high, a bad one nothing below 1 - low."""
     ratio = math.exp(max(-20, min(20, new - old)))
     if advantage >= 0:
         return -advantage * min(ratio, 1 + high)
-    return -advantage * min(max(ratio, 1 - low), dual)
+    return -advantage * max(ratio, 1 - low)
 
 
-def half_square(value, old, target, clip=math.inf):
-    clipped = max(old - clip, min(old + clip, value))
-    return max((value - target) ** 2, (clipped - target) ** 2) / 2
+def half_square(value, target):
+    return (value - target) ** 2 / 2
 
 
 # Function, number of its tensors, its other arguments, oracle. The gradient is that of the first tensor.
-CLIPS = (0.2, 0.2), (0.2, 0.6), (0.6, 0.1), (0.2, 0.2, 1.5), (0.1, 0.3, 3.0)
+CLIPS = (0.2, 0.2), (0.2, 0.6), (0.6, 0.1)
 LOSSES = [("policy_loss", 3, clips, surrogate) for clips in CLIPS]
-LOSSES += [("kl_penalty", 2, (kind,), lambda x, ref, kind: KL[kind][0](x - ref)) for kind in ("k1", "abs", "k2", "k3")]
+LOSSES += [("kl_penalty", 2, (kind,), lambda x, ref, kind: KL[kind][0](x - ref)) for kind in KL]
 
 
 def weight(case, mode, i):
@@ -299,35 +294,32 @@ def test_losses(algo, case, name, num_tensors, args, oracle, mode):
     check_loss(algo, case, name, num_tensors, args, oracle, mode)
 
 
-@pytest.mark.parametrize("clip", [(), (0.3,)])
-def test_value_loss(algo, case, clip):
-    check_loss(algo, case, "value_loss", 3, clip, half_square, "token-mean")
+def test_value_loss(algo, case):
+    check_loss(algo, case, "value_loss", 2, (), half_square, "token-mean")
 
 
-# Advantage, ratio; loss and slope in the log-prob; the same with dual clip 3.
+# Advantage, ratio; loss and slope in the log-prob.
 QUADRANTS = [
-    (0.5, math.exp(0.5), -0.6, 0, -0.6, 0),  # log-probs -2 and -1.5, ratio 1.65: the larger of -.825 and -.6
-    (2, 1.1, -2.2, -2.2, -2.2, -2.2),
-    (2, 1.5, -2.4, 0, -2.4, 0),
-    (2, 0.5, -1, -1, -1, -1),
-    (2, 5, -2.4, 0, -2.4, 0),
-    (-2, 0.9, 1.8, 1.8, 1.8, 1.8),
-    (-2, 1.5, 3, 3, 3, 3),
-    (-2, 0.5, 1.6, 0, 1.6, 0),
-    (-2, 5, 10, 10, 6, 0),
-    (2, math.exp(100), -2.4, 0, -2.4, 0),
-    (-2, math.exp(100), 2 * math.exp(20), 0, 6, 0),
-    (2, math.exp(-100), -2 * math.exp(-20), 0, -2 * math.exp(-20), 0),
-    (-2, math.exp(-100), 1.6, 0, 1.6, 0),
+    (0.5, math.exp(0.5), -0.6, 0),  # log-probs -2 and -1.5, ratio 1.65: the larger of -.825 and -.6
+    (2, 1.1, -2.2, -2.2),
+    (2, 1.5, -2.4, 0),
+    (2, 0.5, -1, -1),
+    (2, 5, -2.4, 0),
+    (-2, 0.9, 1.8, 1.8),
+    (-2, 1.5, 3, 3),
+    (-2, 0.5, 1.6, 0),
+    (-2, 5, 10, 10),
+    (2, math.exp(100), -2.4, 0),
+    (-2, math.exp(100), 2 * math.exp(20), 0),
+    (2, math.exp(-100), -2 * math.exp(-20), 0),
+    (-2, math.exp(-100), 1.6, 0),
 ]
 
 
-@pytest.mark.parametrize("advantage, ratio, loss, grad, dual_loss, dual_grad", QUADRANTS)
-def test_policy_loss_quadrants(algo, advantage, ratio, loss, grad, dual_loss, dual_grad):
-    new, old = double(math.log(ratio) - 1), double(-1)
-    for dual_clip, values in (None, (loss, grad)), (3.0, (dual_loss, dual_grad)):
-        args = old, double(advantage), 0.2, 0.2, dual_clip
-        close([algo.policy_loss(new, *args)[0], gradient(lambda x: algo.policy_loss(x, *args)[0], new)], values)
+@pytest.mark.parametrize("advantage, ratio, loss, grad", QUADRANTS)
+def test_policy_loss_quadrants(algo, advantage, ratio, loss, grad):
+    new, args = double(math.log(ratio) - 1), (double(-1), double(advantage), 0.2, 0.2)
+    close([algo.policy_loss(new, *args)[0], gradient(lambda x: algo.policy_loss(x, *args)[0], new)], [loss, grad])
 
 
 @pytest.mark.parametrize("clips", CLIPS)
@@ -347,7 +339,7 @@ def test_clipped_is_where_the_gradient_is_gone(algo, seed, clips):
 
 def test_an_unchanged_policy_is_not_clipped(algo):
     logprobs, advantages = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
-    losses, clipped = algo.policy_loss(logprobs, logprobs, advantages, 0.0, 0.0, 1.5)
+    losses, clipped = algo.policy_loss(logprobs, logprobs, advantages, 0.0, 0.0)
     assert torch.equal(losses, -advantages) and not clipped.any()
 
 
@@ -377,89 +369,71 @@ def test_aggregate_shares_add_up(algo, case, mode):
         assert (gradient(lambda x: algo.aggregate(x, empty, mode, *counts), losses) == 0).all()
 
 
-def test_schedule(algo):
-    def factors(kind, total, warmup):
-        return [algo.schedule(kind, i, total, warmup) for i in range(1, total + 1)]
-
-    close(factors("constant", 4, 0), [1, 1, 1, 1])
-    close(factors("linear", 4, 0), [1, 0.75, 0.5, 0.25])
-    close(factors("cosine", 4, 0), [1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2])
-    close(factors("constant", 5, 2), [0.5, 1, 1, 1, 1])
-    close(factors("linear", 6, 2), [0.5, 1, 1, 0.75, 0.5, 0.25])
-    close(factors("cosine", 4, 2), [0.5, 1, 1, 0.5])
-    close(factors("linear", 2, 2), [0.5, 1])  # nothing but warm-up
-
-
 def test_aggregate_golden(algo):
     """Rows of 2 and 1 tokens: (1 + 2 + 6) / 3; ((1 + 2)/2 + 6) / 2; (3 + 6) / 2; the same over 10."""
     losses, mask = torch.tensor([[1.0, 2.0, 9.0], [6.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
     close([algo.aggregate(losses, mask, mode, 3, 2, 10) for mode in MODES], [3, 3.75, 4.5, 0.45], 1e-6)
 
 
-def kept_tokens(probs, top_p, top_k):
-    """The k likeliest tokens, and of their renormalised distribution the smallest set that holds top_p."""
-    order = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k or None]
-    total, kept, mass = sum(probs[token] for token in order), [], 0.0
-    while mass < top_p * total and len(kept) < len(order):
-        kept.append(order[len(kept)])
-        mass += probs[kept[-1]]
-    return kept, mass
-
-
-SAMPLERS = [(1, 1, 0), (0.5, 1, 0), (2, 1, 4), (1, 1, 12), (1, 0.6, 0), (0.7, 0.9, 0), (1, 0.05, 0), (1, 0.7, 5)]
-
-
-@pytest.mark.parametrize("temperature, top_p, top_k", SAMPLERS)
+@pytest.mark.parametrize("temperature", [1, 0.5, 0.7, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_sample_tokens(algo, seed, temperature, top_p, top_k):
+def test_sample_tokens(algo, seed, temperature):
     """An even grid of uniforms gives every token its probability to within one grid step, in the order of the ids."""
     n, logits = 2000, 1.5 * torch.randn(12, generator=torch.Generator().manual_seed(seed))
     uniforms = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    tokens, logprobs = algo.sample_tokens(logits.expand(n, -1), uniforms, temperature, top_p, top_k)
+    tokens, logprobs = algo.sample_tokens(logits.expand(n, -1), uniforms, temperature)
     weights = [math.exp(x / temperature) for x in logits.tolist()]
     probs = [w / sum(weights) for w in weights]
-    kept, mass = kept_tokens(probs, top_p, top_k)
     for token in range(12):
-        expected = n * probs[token] / mass if token in kept else 0
-        assert abs((tokens == token).sum() - expected) <= (1 if token in kept else 0)
+        assert abs((tokens == token).sum() - n * probs[token]) <= 1
     assert (tokens.diff() >= 0).all()
-    close(logprobs, [math.log(probs[token] / mass) for token in tokens.tolist()], 1e-5)
+    close(logprobs, [math.log(probs[token]) for token in tokens.tolist()], 1e-5)
 
 
 def test_sample_tokens_rows(algo):
-    """Every row uses its own logits and uniform, and top_k 1 takes the likeliest token."""
+    """Every row uses its own logits and uniform, and temperature 0 takes the likeliest token."""
     random = torch.Generator().manual_seed(0)
     logits, uniforms = 2 * torch.randn(64, 9, generator=random), torch.rand(64, generator=random, dtype=torch.float64)
-    tokens, logprobs = algo.sample_tokens(logits, uniforms, 1.0, 1.0, 0)
-    greedy, greedy_logprobs = algo.sample_tokens(logits, uniforms, 1.0, 1.0, 1)
+    tokens, logprobs = algo.sample_tokens(logits, uniforms, 1.0)
+    greedy, greedy_logprobs = algo.sample_tokens(logits, uniforms, 0)
     for i, row in enumerate(logits.double().softmax(-1).tolist()):
         assert tokens[i] == bisect.bisect_right([sum(row[: k + 1]) for k in range(9)], uniforms[i].item())
         assert greedy[i] == row.index(max(row))
         close([logprobs[i].exp(), greedy_logprobs[i].exp()], [row[tokens[i]], 1], 1e-5)
 
 
-def test_top_k_keeps_k_of_equal_tokens(algo):
-    """Logits in bfloat16 often tie at the top: greedy needs no noise there either."""
-    logits = torch.tensor([0.0, 3.0, 3.0, 1.0, 3.0]).expand(50, -1)
+def test_greedy_needs_no_noise_where_tokens_are_equally_likely(algo):
+    """Logits in bfloat16 often tie at the top: then, too, it is one token for every row, with log-prob 0."""
+    logits = torch.tensor([0.0, 3.0, 3.0, 1.0, 3.0], dtype=torch.bfloat16).expand(50, -1)
     uniforms = (torch.arange(50, dtype=torch.float64) + 0.5) / 50
-    for top_k in 1, 2:
-        tokens, logprobs = algo.sample_tokens(logits, uniforms, 1.0, 1.0, top_k)
-        assert len(tokens.unique()) == top_k
-        close(logprobs, [-math.log(top_k)] * 50, 1e-6)
+    tokens, logprobs = algo.sample_tokens(logits, uniforms, 0)
+    assert len(tokens.unique()) == 1 and tokens[0] in (1, 2, 4)
+    assert logprobs.dtype == torch.float32 and logprobs.tolist() == [0] * 50
+    sampled, _ = algo.sample_tokens(logits, uniforms, 1.0)
+    assert len(sampled.unique()) == 5
+
+
+@pytest.mark.parametrize("temperature", [0, 0.1, 1.0])
+def test_sample_tokens_with_large_logits(algo, temperature):
+    """Whose exponentials are no numbers any more: the likeliest token is certain, and its log-prob 0."""
+    logits = torch.tensor([[1e4, 0.0, -1e4], [-1e30, 1e30, 1.0], [-1e4, -3e4, -2e4], [-torch.inf, 0.0, 1e4]])
+    for uniform in 0.0, 0.5, 1 - 1e-16:
+        tokens, logprobs = algo.sample_tokens(logits, double([uniform] * 4), temperature)
+        assert tokens.tolist() == [0, 1, 0, 2] and logprobs.tolist() == [0] * 4
 
 
 def test_sample_tokens_extremes(algo):
     """The ends of [0,1) never pick an impossible token, wherever rounding puts the sum of the probabilities."""
     logits = torch.randn(1000, 40, generator=torch.Generator().manual_seed(0))
     logits[:, [0, 1, 7, 38, 39]] = -torch.inf
-    for (top_p, top_k), uniform in product([(1.0, 0), (1.0, 3), (0.5, 0)], (0.0, 1 - 1e-16)):
+    for temperature, uniform in product((1.0, 0.5, 0), (0.0, 1 - 1e-16)):
         assert uniform < 1
-        tokens, logprobs = algo.sample_tokens(logits, double([uniform] * 1000), 1.0, top_p, top_k)
+        tokens, logprobs = algo.sample_tokens(logits, double([uniform] * 1000), temperature)
         assert logprobs.isfinite().all() and logits.gather(1, tokens[:, None]).isfinite().all()
     # Eight tokens share the last 1.6e-8 of the probability, less than fp32 resolves next to 1.
     logits = torch.tensor([0.0] + [-20.0] * 8)
     uniforms = 1 - math.exp(-20) * (7.5 - torch.arange(8, dtype=torch.float64))
-    tokens, _ = algo.sample_tokens(logits.expand(8, -1), uniforms, 1.0, 1.0, 0)
+    tokens, _ = algo.sample_tokens(logits.expand(8, -1), uniforms, 1.0)
     assert tokens.tolist() == list(range(1, 9))
 
 
@@ -488,51 +462,19 @@ def test_gsm8k_number_is_quick(algo):
         assert time.process_time() - start < 0.2, repr(filler)
 
 
-def test_reward_functions(algo):
+def test_gsm8k(algo):
     responses = ["so #### 5", "#### 5.0", "#### 6", "5", "", "#### 0.1 "]
     answers = ["2 + 3 = 5\n#### 5"] * 4 + ["no number", "#### .10"]
-    assert algo.gsm8k([""] * 6, responses, answers) == [1, 1, 0, 0, 0, 1]
-    exact = algo.exact([""] * 5, [" yes\n", "Yes", "", "5", "yes no"], ["yes", "yes", "yes", 5, "yes"])
-    assert exact == [1, 0, 0, 1, 0] and all(isinstance(score, float) for score in exact)
+    scores = algo.gsm8k([""] * 6, responses, answers)
+    assert scores == [1, 1, 0, 0, 0, 1] and all(isinstance(score, float) for score in scores)
+
+
+def test_exact():
+    """A reward file's, since no script has it."""
+    exact = load_script(ROOT / "benchmarks" / "rewards.py").exact
+    scores = exact([""] * 5, [" yes\n", "Yes", "", "5", "yes no"], ["yes", "yes", "yes", 5, "yes"])
+    assert scores == [1, 0, 0, 1, 0] and all(isinstance(score, float) for score in scores)
 
 
 def test_gsm8k_tells_large_numbers_apart(algo):
     assert algo.gsm8k([""], ["#### 9007199254740993"], ["#### 9007199254740992"]) == [0]
-
-
-# --- importance weights ----------------------------------------------------------------------------------------------
-
-GAPS = torch.tensor([[0.5, -0.5, 1.5, 9.0], [-3.0, 0.1, 0.0, 0.0]])
-VALID = torch.tensor([[True, True, True, False], [True] * 4])
-
-
-def test_rollout_weights(algo):
-    """Worked by hand: e^.5, e^-.5, e^1.5 cut at 2; e^-3, e^.1, 1, 1. Sequences: e^1.5 cut at 2; e^-2.9."""
-    rollout = torch.tensor([[-1.0, -2.0, -3.0, float("nan")], [-1.0, -2.0, -3.0, -4.0]])
-    old = rollout + GAPS
-    found = algo.rollout_weights(old, rollout, VALID, "token", 2.0)
-    expected = torch.tensor([[1.6487, 0.6065, 2.0, 0.0], [0.0498, 1.1052, 1.0, 1.0]])
-    assert torch.allclose(found, expected, atol=1e-4)
-    found = algo.rollout_weights(old, rollout, VALID, "sequence", 2.0)
-    assert torch.allclose(found, torch.tensor([[2.0, 2, 2, 0], [0.055023] * 4]), atol=1e-5)
-    assert algo.rollout_weights(old, rollout, VALID, "token", 10.0)[0, 2] == pytest.approx(math.exp(1.5))
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_rollout_weights_are_finite_and_carry_no_gradient(algo, level):
-    old = torch.tensor([[-1.0, 200.0], [-300.0, 0.0]], requires_grad=True)
-    found = algo.rollout_weights(old, torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), level, 1e12)
-    assert found.isfinite().all() and not found.requires_grad and (found > 0).all()
-    assert found.max() == pytest.approx(math.exp(20))
-    one = algo.rollout_weights(old, old.detach(), torch.ones(2, 2, dtype=torch.bool), level, 2.0)
-    assert torch.equal(one, torch.ones(2, 2))
-
-
-def test_truncated_weights_remove_the_bias_of_another_sampler(algo):
-    """Exact expectation over three tokens: sum_a q(a) * min(p/q, cap) * x(a) is that under p while no weight is cut."""
-    p, q, x = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.3, 0.3, 0.4]]), torch.tensor([[1.0, 5.0, -2.0]])
-    weights = algo.rollout_weights(p.log(), q.log(), torch.ones(1, 3, dtype=torch.bool), "token", 2.0)
-    assert (q * weights * x).sum() == pytest.approx((p * x).sum().item(), abs=1e-6)
-    assert (q * x).sum() != pytest.approx((p * x).sum().item(), abs=0.1)
-    capped = algo.rollout_weights(p.log(), q.log(), torch.ones(1, 3, dtype=torch.bool), "token", 1.2)
-    assert capped[0].tolist() == pytest.approx([1.2, 1.0, 0.5])

@@ -7,11 +7,11 @@ import torch
 from conftest import ROOT, make_model, toy_rows, untimed, write_rows
 from ranks import bare, run_ranks, train
 
-# Every term of both losses, both clips, several steps. With plain SGD: AdamW turns rounding into steps.
+# Every term of both losses, several steps. With plain SGD: AdamW turns rounding into steps.
 FLAGS = {"track": "none", "lr": 0.05, "critic_lr": 0.05, "batch_size": 8, "minibatch_size": 4, "microbatch_tokens": 40}
-FLAGS |= {"ppo_epochs": 2, "entropy_coef": 0.01, "kl_loss_coef": 0.1, "kl_reward_coef": 0.05, "value_clip": 0.2}
-FLAGS |= {"dual_clip": 3.0, "max_response_length": 10, "total_iterations": 3, "save_every": 0, "eval_every": 3}
-FIXED = {"eval_rows": 0, "top_k": 44}  # the vocabulary: fixed responses have no log-probs that could be compared
+FLAGS |= {"ppo_epochs": 2, "entropy_coef": 0.01, "kl_loss_coef": 0.1, "kl_reward_coef": 0.05}
+FLAGS |= {"max_response_length": 10, "total_iterations": 3, "save_every": 0, "eval_every": 3}
+FIXED = {"eval_rows": 0}
 ADAM = {"lr": 1e-3, "critic_lr": 1e-3, "eval_rows": 1}  # a row to evaluate that not every rank has
 # Of a run: (flags, options).
 SGD_FIXED = (FIXED, {"sgd": True, "fixed": True})
@@ -43,15 +43,18 @@ def runs(folder):
     """runs(name of the script, ranks, {name: (flags, options)}) -> {name: what `train` tells of it, for each rank}."""
 
     def run(script, world, wanted):
-        files = {"model": str(folder / "model"), "dataset": str(folder / "train.jsonl")}
+        files = {"model": str(folder / "model")}
+        files |= {"dataset": str(folder / "train.jsonl"), "eval_dataset": str(folder / "test.jsonl")}
         files |= {"reward": f"{folder}/toy_reward.py:early", "output_dir": str(folder / f"{script}-{world}")}
         own = {"group_size": 2, "batch_size": 8, "minibatch_size": 8} if script.startswith("grpo") else {}
-        without = ("critic_lr", "value_clip") if script.startswith("grpo") else ()
+        without = ("critic_lr",) if script.startswith("grpo") else ()
         path, todo = folder / f"{script}.py" if script == "grpo_llm_fsdp" else ROOT / f"{script}.py", []
         for name, (flags, options) in wanted.items():
             fields = FLAGS | files | own | {"run_name": name} | flags
             todo.append(({key: value for key, value in fields.items() if key not in without}, options))
         results = run_ranks(world, train, str(path), todo)
+        for (fields, _), found in zip(todo, results[0]):
+            assert ("eval/score" in found["metrics"][-1]) == (fields["eval_rows"] > 0)
         return {name: [rank[i] for rank in results] for i, name in enumerate(wanted)}
 
     return run
