@@ -174,7 +174,8 @@ def kv_cache(shape, rows, length, bf16=False, sharded=False):
 
 
 def sampling(shape, rows, bf16=False):
-    """`sample_tokens`: logits over temperature 4, log-probs 4, probabilities 4, in float64 8, their sum 8."""
+    """`sample_tokens`: log-probs 4, probabilities 4, in float64 8, their sum 8, the model's logits 2 or 4; 4 to spare,
+    for the logits over temperature, which only version 0.2 still held here."""
     return rows * shape.vocab * (28 + (2 if bf16 else 4))
 
 
