@@ -148,9 +148,7 @@ class Args:
 
     # Files, seed, evaluation
     output_dir: str = "runs"  # folder of all runs
-    run_name: str | None = (
-        None  # folder of this run inside it (default: SCRIPT-SEED-TIME; with --resume auto: SCRIPT-SEED)
-    )
+    run_name: str | None = None  # folder of this run in it (default: SCRIPT-SEED-TIME, with --resume auto SCRIPT-SEED)
     seed: int = 1  # of data order and sampling
     eval_every: int = 10  # iterations between evaluations (0: only before and after training)
     eval_rows: int = 512  # so many of the first test rows are evaluated (0: never)
@@ -829,9 +827,7 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     or the batch it is in. The model's generation_config plays no part.
     """
     prompts = [torch.tensor(ids, device=uniforms.device) for ids in prompts]
-    inputs = pad_sequence(
-        prompts, batch_first=True, padding_value=-1, padding_side="left"
-    )  # the last column is the last token of each
+    inputs = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # all rows end alike
     attention_mask = (inputs >= 0).long()  # (B,P)
     tokens = torch.zeros_like(uniforms, dtype=torch.long)  # (B,T)
     logprobs = torch.zeros_like(uniforms, dtype=torch.float32)  # (B,T)
