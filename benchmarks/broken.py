@@ -130,11 +130,12 @@ def reference_moves(algo):
 
     def load(name, auto_class, *rest, **options):
         if auto_class not in models:
-            models[auto_class] = load_model(name, auto_class, *rest, **options)
+            model = load_model(name, auto_class, *rest, **options)
+            model.requires_grad_ = lambda _: model  # or the policy would be frozen with it
+            models[auto_class] = model
         return models[auto_class]
 
     algo.load_model = load
-    algo.Policy.requires_grad_ = lambda self, _: self  # or the policy would be frozen with it
 
 
 @bug("ppo_llm")
