@@ -3,7 +3,7 @@
     python benchmarks/broken.py eos-untrained --total-iterations 8        the other flags are the script's
 
 None of them raises an exception. Chapter 9 shows which metric betrays which; benchmarks/symptoms.py runs them all. What
-would end some of them in the first iteration, that sampler and training pass differ, is printed here and goes on.
+would end some of them, that sampler and training pass differ in an iteration, is printed here and goes on.
 """
 
 import copy
