@@ -3,7 +3,7 @@
     python benchmarks/broken.py eos-untrained --total-iterations 8        the other flags are the script's
 
 None of them raises an exception. Chapter 9 shows which metric betrays which; benchmarks/symptoms.py runs them all. What
-would end some of them in the first iteration, that sampler and training pass differ, is printed here and goes on.
+would end some of them, that sampler and training pass differ in an iteration, is printed here and goes on.
 """
 
 import copy
@@ -130,11 +130,12 @@ def reference_moves(algo):
 
     def load(name, auto_class, *rest, **options):
         if auto_class not in models:
-            models[auto_class] = load_model(name, auto_class, *rest, **options)
+            model = load_model(name, auto_class, *rest, **options)
+            model.requires_grad_ = lambda _: model  # or the policy would be frozen with it
+            models[auto_class] = model
         return models[auto_class]
 
     algo.load_model = load
-    algo.Policy.requires_grad_ = lambda self, _: self  # or the policy would be frozen with it
 
 
 @bug("ppo_llm")

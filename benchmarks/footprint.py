@@ -153,6 +153,7 @@ def run_first(model, gsm8k):
             worker = Path(folder) / "worker.py"
             worker.write_text(WORKER.format(root=str(ROOT), script=script, folder=folder))
             command = [sys.executable, str(worker), "--model", str(model), "--dataset", str(gsm8k / "train.jsonl")]
+            command += ["--eval-dataset", str(gsm8k / "test.jsonl")]
             command += [*sizes.split(), "--output-dir", f"{folder}/runs", "--save-every", "0"]
             env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
             done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -53,7 +53,7 @@ def read_run(folder):
             row["responses"] = prompts * args.get("group_size", 1)
     elapsed = 0.0
     for row in rows:
-        elapsed += row.get("time/iteration", 0.0) + row.get("time/eval", 0.0)
+        elapsed += row.get("time/iteration", 0.0) + row.get("time/eval", 0.0)  # the latter is of runs of version 0.2
         row.setdefault("time/elapsed", elapsed)
     return rows
 

@@ -4,7 +4,7 @@
 
 Memory: a model of 50 million random weights on 2 and 4 processes; all tensors that a process holds right after an
 optimizer step (parameters, gradients, optimizer state of all models), and the largest size the process ever had.
-Time: the embedded task and that model on 2 processes; seconds per phase, and the seconds that a process of
+Time: the embedded task and that model on 2 processes; seconds per phase (phases.py), and the seconds that a process of
 ppo_llm_fsdp.py spends inside collectives (transfers and waiting for the others; DDP's overlap with its backward pass
 and are not counted, but with --time-ddp, where each is waited for). Medians over iterations and repetitions.
 """
@@ -21,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import phases
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -86,6 +87,7 @@ def worker(script, output, flags):
     for name in (name for name in COLLECTIVES if hasattr(dist, name)):  # their names depend on torch's version
         setattr(dist, name, timed(getattr(dist, name)))
     Accelerator.log = log_and_note
+    phases.Clock(algo)
     if "--time-ddp" in flags:
         Accelerator.prepare_model = prepare
     measure = "--memory" in flags

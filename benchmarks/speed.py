@@ -13,7 +13,11 @@
 The peers have environments of their own: `pip install trl` (newest) and `trl==1.12.0` (the last with a PPOTrainer). All
 contenders take turns, round by round; a number is the median over rounds of ratios within a round, of medians over the
 iterations after the warm-up. Results are appended to benchmarks/results/speed/measured.jsonl, or to that of another
-folder (--results); tables and figures are made from it.
+folder (--results); tables and figures are made from it. Phases are timed from outside, by benchmarks/phases.py.
+
+What benchmarks/results/speed holds was measured with version 0.2 (commit c9bdd21). There "PPO ours" took the sampler's
+log-probs for the old ones (--old-logprobs rollout), which the script no longer does: today's "PPO ours" is the "PPO
+ours, recompute" of then. So let what is measured anew not join it: name another folder.
 """
 
 import argparse
@@ -31,6 +35,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "notes"))
+import phases  # noqa: E402
 import variants  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "speed"
@@ -50,41 +55,35 @@ SHAPES = {
 SHAPES["20m"] |= {"num_attention_heads": 5, "num_key_value_heads": 5, "tie_word_embeddings": True}
 SHAPES["0.5b"] |= {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
 
-# Runs a script of ours. time/iteration leaves out what the log costs, so the ends of iterations are noted here.
+# Runs a script of ours, and has its phases timed.
 RUN = """
-import os, sys, time
-sys.path.insert(0, {folder!r})
-from accelerate import Accelerator
+import sys
+sys.path[:0] = [{folder!r}, {benchmarks!r}]
+import phases
 import {script} as algo
 
-def note_time(*args, **kwargs):  # called once an iteration
-    if os.environ.get("RANK", "0") == "0":
-        with open({ends!r}, "a") as file:
-            file.write(f"{{time.perf_counter()}}\\n")
-
-Accelerator.log = note_time
+phases.Clock(algo)
 if {forced}:  # an EOS is a token like any other
     algo.collect_eos_ids = lambda *args: []
 algo.main(algo.parse_args())
 """
 
-# What is undone, as replacements in a copy of grpo_llm.py.
+# What is undone, as replacements in a copy of grpo_llm.py, where each text stands once.
 UNDONE = {
     "as it is": {},
-    "prefill for every response": {
-        "[(ids, len(list(equal))) for ids, equal in groupby(prompts)]": "[(x, 1) for x in prompts]"
-    },
+    "prefill for every response": {"if not distinct or ids != distinct[-1]:": "if True:"},
     "finished rows stay": {"if num_alive <= 0.9 * len(slots):": "if False:"},
     "padding columns kept": {
-        "lengths[parts[-1][0]] > max": "max(lengths) > max",
+        "width = lengths[row]": "width = max(lengths)",
         "slice(lengths[part[0]])": "slice(max(lengths))",
     },
     "logits of all positions": {
         ".last_hidden_state[mask]": ".last_hidden_state.flatten(0, 1)",
         "tokens.roll(-1, 1)[mask]": "tokens.roll(-1, 1).flatten()",
-        "masked_scatter(mask, torch.cat(x))": "masked_scatter(mask, torch.cat(x)[mask.flatten()])",
+        "torch.cat(logprobs)": "torch.cat(logprobs)[mask.flatten()]",
+        "torch.cat(entropies)": "torch.cat(entropies)[mask.flatten()]",
     },
-    "AdamW not fused": {', "fused": True}': "}"},
+    "AdamW not fused": {", fused=True)": ")"},
 }
 
 
@@ -160,7 +159,8 @@ def our_flags(script, flags, task, folder, name):
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task["rows"]))
         (folder / "one.jsonl").write_text(json.dumps(task["rows"][0]) + "\n")
     minibatch_size = task["prompts"] * task["group_size"] // task["steps"]
-    words = f"--model {task['model']} --dataset {folder}/rows.jsonl --eval-dataset {folder}/one.jsonl --reward exact"
+    words = f"--model {task['model']} --dataset {folder}/rows.jsonl --eval-dataset {folder}/one.jsonl"
+    words += f" --prompt-column prompt --answer-column answer --reward {ROOT}/benchmarks/rewards.py:exact"
     words += f" --chat-template none --batch-size {task['prompts']} --minibatch-size {minibatch_size}"
     words += f" --max-response-length {task['length']} --max-prompt-length 512 --lr {LR}"
     if script.startswith("grpo"):
@@ -172,17 +172,23 @@ def our_flags(script, flags, task, folder, name):
 
 
 def run_ours(script, flags, task, folder, source=ROOT):
-    """[{seconds, rollout, tokens, responses, optimizer_steps} per iteration], peak bytes; the script is in `source`."""
+    """[{seconds, rollout, tokens, responses, optimizer_steps, time/PHASE..} per iteration], peak bytes.
+
+    The script is in `source`. The seconds are from one line of the log to the next: what follows it counts, too.
+    """
     name = f"{script}-{time.time_ns()}"
-    file, ends = folder / f"{name}.py", folder / f"{name}.txt"
-    file.write_text(RUN.format(folder=str(source), script=script, ends=str(ends), forced=task["forced"]))
+    file = folder / f"{name}.py"
+    benchmarks = str(ROOT / "benchmarks")
+    file.write_text(RUN.format(folder=str(source), benchmarks=benchmarks, script=script, forced=task["forced"]))
     peak = launch(sys.executable, task["processes"], file, *our_flags(script, flags, task, folder, name))
-    lines, times, result = read_lines(folder / name / "metrics.jsonl"), read_lines(ends), []
+    lines = read_lines(folder / name / "metrics.jsonl")
     work = {"responses": task["prompts"] * task["group_size"], "optimizer_steps": task["steps"]}
-    for now, (begin, end) in list(zip(lines[1:], itertools.pairwise(times)))[:-1]:  # the last one evaluates
+    result = []
+    for before, now in itertools.pairwise(lines[:-1]):  # the last one evaluates
+        seconds = now["time/clock"] - before["time/clock"]
         tokens = count_prompt_tokens(task, now["step"]) + round(now["response/length_mean"] * work["responses"])
-        phases = {key: now[key] for key in now if re.match("time/(?!iteration|eval)", key)}
-        result.append({"seconds": end - begin, "rollout": now["time/rollout"], "tokens": tokens} | work | phases)
+        times = {key: now[key] for key in now if key.startswith("time/") and key[5:] in phases.PHASES}
+        result.append({"seconds": seconds, "rollout": now["time/rollout"], "tokens": tokens} | work | times)
     return result, lines[-1]["memory/peak_gib"] * 2**30 or peak
 
 
@@ -210,8 +216,7 @@ def contenders(task, trl, trl_ppo, folder):
         "RLOO ours": lambda: run_ours("grpo_llm", f"--estimator rloo {reward}", task, folder),
         "RLOO ours, shared_prompt": lambda: run_ours("grpo_llm", f"--estimator rloo {reward}", task, folder, shared),
         "RLOO TRL": trl and (lambda: run_peer(trl, "RLOO", task, folder)),
-        "PPO ours": lambda: run_ours("ppo_llm", f"{reward} --old-logprobs rollout", single, folder),
-        "PPO ours, recompute": lambda: run_ours("ppo_llm", reward, single, folder),
+        "PPO ours": lambda: run_ours("ppo_llm", reward, single, folder),
         "PPO TRL": trl_ppo and (lambda: run_peer(trl_ppo, "PPO", single, folder)),
     }
     return {name: run for name, run in result.items() if run}
@@ -270,7 +275,7 @@ options = {{"max_new_tokens": length, "do_sample": True, "top_k": 0, "top_p": 1.
 def ours(number):
     algo, prompts = grpo_llm if group > 1 else ppo_llm, [row for row in ids for _ in range(group)]
     noise = torch.rand(len(prompts), length, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-    return sum(len(x.ids) for x in algo.generate(model, prompts, noise.to(device), eos, 1.0, 1.0, 0))
+    return sum(len(x.ids) for x in algo.generate(model, prompts, noise.to(device), eos, 1.0))
 
 def generate(number):
     torch.manual_seed(number)
@@ -436,7 +441,7 @@ def ablation(args):
             for name, changes in UNDONE.items():
                 text = source
                 for old, new in changes.items():
-                    assert text.count(old) >= 1, old
+                    assert text.count(old) == 1, old
                     text = text.replace(old, new)
                 (folder / "grpo_llm.py").write_text(text)
                 flags = f"--estimator grpo --kl-loss-coef {BETA} --kl-reward-coef 0"
@@ -451,10 +456,10 @@ OPERATORS = "matrix products", "attention", "sampling, log-softmax", "copies", "
 # Runs a script on one process and writes the seconds of each kind of operator in each phase of iterations 3 to 5.
 PROFILE = """
 import bisect, collections, json, sys
-sys.path.insert(0, {folder!r})
+sys.path[:0] = [{root!r}, {benchmarks!r}]
 import torch
-from accelerate import Accelerator
-import profiled as algo
+import phases
+import {script} as algo
 
 KINDS = {{
     "matrix products": ("mm", "bmm", "linear"),
@@ -466,17 +471,25 @@ KINDS = {{
 profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 count = 0
 
-def log(*args, **kwargs):  # called once an iteration
+class Marks(phases.Clock):
+    def ended(self, phase, seconds):
+        with torch.profiler.record_function(f"phase:{{phase}}"):
+            pass
+
+def log_and_count(*args):  # called once before training and once an iteration
     global count
     count += 1
+    log(*args)
     if count == 3:
         profiler.start()
-    with torch.profiler.record_function("phase:log"):  # ends what lies between the last phase and here
-        pass
+        with torch.profiler.record_function("phase:start"):
+            pass
     if count == 6:
         profiler.stop()
 
-Accelerator.log = log
+Marks(algo)
+log = algo.log
+algo.log = log_and_count
 torch.set_num_threads(1)
 algo.main(algo.parse_args())
 events = sorted(profiler.events(), key=lambda event: event.time_range.start)
@@ -501,12 +514,8 @@ def profile(args):
     """One process, the embedded task."""
     for script, flags in (("grpo_llm", f"--kl-loss-coef {BETA}"), ("ppo_llm", f"--kl-reward-coef {BETA}")):
         with tempfile.TemporaryDirectory() as folder:
-            source = (ROOT / f"{script}.py").read_text()
-            (old,) = re.findall(r'^ +seconds\[f"time/{name}"\] = .*\n', source, re.M)  # in `clock`, which ends a phase
-            mark = 'torch.profiler.record_function(f"phase:{name}").__enter__().__exit__(None, None, None)'
-            Path(folder, "profiled.py").write_text(source.replace(old, f"{old}        {mark}\n"))
-            Path(folder, "benchmarks").symlink_to(ROOT / "benchmarks")
-            Path(folder, "run.py").write_text(PROFILE.format(folder=folder))
+            text = PROFILE.format(root=str(ROOT), benchmarks=str(ROOT / "benchmarks"), script=script)
+            Path(folder, "run.py").write_text(text)
             words = f"{flags} --total-iterations 7 --eval-every 0 --save-every 0 --track none --output-dir {folder}"
             command = [sys.executable, f"{folder}/run.py", *words.split()]
             run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -669,15 +678,15 @@ def table(args):
         text += ["## What each thing buys", "", *markdown(head, lines)]
         bars(RESULTS / "ablation.png", "grpo_llm.py without each of the things that make it fast", stacks)
     for script in dict.fromkeys(r["name"] for r in of.get("profile", [])):
-        phases = next(r["phases"] for r in reversed(of["profile"]) if r["name"] == script)
-        phases = {phase: kinds for phase, kinds in phases.items() if sum(kinds.values()) > 0.01}
-        names = [kind for kind in OPERATORS if any(kind in kinds for kinds in phases.values())]
-        lines = [[phase, *(f"{kinds.get(kind, 0):.2f}" for kind in names)] for phase, kinds in phases.items()]
+        found = next(r["phases"] for r in reversed(of["profile"]) if r["name"] == script)
+        found = {phase: kinds for phase, kinds in found.items() if sum(kinds.values()) > 0.01}
+        names = [kind for kind in OPERATORS if any(kind in kinds for kinds in found.values())]
+        lines = [[phase, *(f"{kinds.get(kind, 0):.2f}" for kind in names)] for phase, kinds in found.items()]
         text += [f"## Where the time goes: {script}.py, one process, seconds", "", *markdown(["", *names], lines)]
         bars(
             RESULTS / f"profile-{script}.png",
             f"{script}.py, one process",
-            [(phase, {k: kinds.get(k, 0) for k in names}) for phase, kinds in phases.items()],
+            [(phase, {k: kinds.get(k, 0) for k in names}) for phase, kinds in found.items()],
         )
     if "floors" in of:
         lines = [[r["name"], r["machine"].split(",")[0], f"{r['per_second'] / 1e9:.1f}"] for r in of["floors"]]

@@ -84,7 +84,7 @@ def make_sequences(folder):
     for start in range(10):
         for step in (1, 2, 3):  # on a clock of ten hours
             terms = "".join(str((start + i * step) % 10) for i in range(12))
-            rows.append({"prompt": terms[:4], "answer": terms[4:]})
+            rows.append({"question": terms[:4], "answer": terms[4:]})
     random.Random(1).shuffle(rows)
     write_rows(folder, "test", rows[:6])
     write_rows(folder, "train", rows[6:])

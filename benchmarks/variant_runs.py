@@ -6,6 +6,9 @@
 
 Each run is one process with one thread; of its metrics a csv is kept, as benchmarks/learning.py does, so that plot.py
 can draw it. Runs that are there are not run again.
+
+`distill` was run with version 0.2 (commit c9bdd21): its linear schedule is a variant now. Its results stay, and `run`
+leaves it out.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,13 +34,17 @@ import variants  # noqa: E402
 import grpo_llm  # noqa: E402
 
 ONE_STEP, EPOCHS = "--minibatch-size 256", "--ppo-epochs 4"
-SEQUENCE = "--model {tasks}/sequence/model --dataset {tasks}/sequence/train.jsonl --max-response-length 9 --lr 1e-3"
+SEQUENCE = "--model {tasks}/sequence/model --dataset {tasks}/sequence/train.jsonl"
+SEQUENCE += " --eval-dataset {tasks}/sequence/test.jsonl --max-response-length 9 --lr 1e-3"
 SEQUENCE += " --critic-lr 1e-3 --lam 0.95 --kl-reward-coef 0 --entropy-coef 0.01 --total-iterations 120 --eval-every 20"
-CALCULATOR = "--model {tasks}/calculator/model --dataset {tasks}/calculator/train.jsonl --max-response-length 96"
+CALCULATOR = "--model {tasks}/calculator/model --dataset {tasks}/calculator/train.jsonl"
+CALCULATOR += " --eval-dataset {tasks}/calculator/test.jsonl --max-response-length 96"
 CALCULATOR += " --lr 1.5e-4 --total-iterations 30 --microbatch-tokens 2048"
-BOXES = "--model {tasks}/boxes/model --dataset {tasks}/boxes/train.jsonl --max-response-length 16 --lr 1e-3"
+BOXES = "--model {tasks}/boxes/model --dataset {tasks}/boxes/train.jsonl"
+BOXES += " --eval-dataset {tasks}/boxes/test.jsonl --max-response-length 16 --lr 1e-3"
 BOXES += " --kl-loss-coef 0 --total-iterations 20 --eval-every 5"
-LENGTHS = "--model {tasks}/lengths/model --dataset benchmarks/tiny/train.jsonl --max-response-length 144 --lr 3e-4"
+LENGTHS = "--model {tasks}/lengths/model --dataset benchmarks/tiny/train.jsonl"
+LENGTHS += " --eval-dataset benchmarks/tiny/test.jsonl --max-response-length 144 --lr 3e-4"
 LENGTHS += " --total-iterations 60 --microbatch-tokens 2048"
 CONTROL = f"{LENGTHS} --reward notes/variants/length_control.py:length_control"
 EXPERIMENTS = {  # name: (script or variant, flags, seeds)
@@ -68,6 +76,7 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "lengths-80": ("grpo_llm", CONTROL, 1),
     "lengths-100": ("grpo_llm", CONTROL, 1),
 }
+OLD = ("distill",)  # as it was run with version 0.2
 ENVIRONMENT = {f"lengths-{n}": {"LENGTH_TARGET": str(n)} for n in (80, 100)}
 FIGURES = {
     "plain_pg": ("ppo", "plain_pg", "ppo-1step", "plain_pg-1step", "ppo-epochs4", "plain_pg-epochs4"),
@@ -92,16 +101,18 @@ def run(name, seed, args):
         words = ["--seed", str(seed), "--output-dir", f"{folder}/runs", "--run-name", "run", "--save-every", "0"]
         words += ["--track", "none", *shlex.split(flags)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | ENVIRONMENT.get(name, {})
+        begin = time.time()
         done = subprocess.run(
             [sys.executable, script, *words], cwd=ROOT, env=environment, capture_output=True, text=True
         )
+        seconds = time.time() - begin
         if done.returncode:
             print(f"{name}, seed {seed}: {done.stderr[-2000:]}", flush=True)
             return
         rows = plot.read_run(Path(folder, "runs", "run"))
         completions = sorted(Path(folder, "runs", "run", "completions").glob("eval_*.jsonl"))[-1]
         samples = [json.loads(line) for line in completions.read_text().splitlines()]
-    rows[-1]["time/launch_to_exit"] = rows[-1]["time/elapsed"]
+    rows[-1]["time/launch_to_exit"] = seconds
     rows[-1]["eval/characters_sampled"] = statistics.mean(len(row["response_sampled"]) for row in samples)
     if name.startswith("lengths"):  # whose score also counts the length
         triples = [[row[key] for row in samples] for key in ("prompt", "response_sampled", "answer")]
@@ -166,9 +177,10 @@ def main():
     args = parser.parse_args()
     if args.command == "list":
         for name, (base, flags, seeds) in EXPERIMENTS.items():
-            print(f"{name:20} {seeds} seeds  {base} {flags}")
+            note = "  (version 0.2)" if name in OLD else ""
+            print(f"{name:20} {seeds} seeds  {base} {flags}{note}")
     elif args.command == "run":
-        chosen = [name for prefix in args.names for name in EXPERIMENTS if name.startswith(prefix)]
+        chosen = [name for prefix in args.names for name in EXPERIMENTS if name.startswith(prefix) and name not in OLD]
         todo = [(name, seed) for seed in args.seeds for name in chosen if seed <= EXPERIMENTS[name][2]]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda one: run(*one, args), todo))

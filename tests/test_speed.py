@@ -2,10 +2,12 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
-from test_project import load_benchmark
+import torch
+from conftest import ROOT, SCRIPTS, read_rows
+from test_project import load_benchmark, load_script
 
 SMALL = {"prompts": 4, "group_size": 2, "length": 6, "prompt_length": None, "steps": 2}
 
@@ -37,6 +39,16 @@ def test_ours_does_the_work_it_is_asked_for(speed, task, tmp_path, name):
     lines, peak = speed.contenders(task, None, None, tmp_path)[name]()
     assert_same_work(lines, 2, 8 * 6)  # every response has the full length; the last iteration evaluates
     assert 100 < peak / 2**20 < 4000
+    phases = ["rollout", "reward", "logprobs", "advantages", "actor", "log"]
+    if name.startswith("PPO"):
+        phases += ["values", "critic"]
+    times = [f"time/{phase}" for phase in phases]
+    for line in lines:
+        assert {key for key in line if key.startswith("time/")} == set(times)
+        assert sum(line[key] for key in times) <= line["seconds"]
+    (metrics,) = tmp_path.glob("*_llm-*/metrics.jsonl")
+    for row in read_rows(metrics)[1:]:  # no part of an iteration is without a phase
+        assert sum(row[key] for key in times) > 0.9 * row["time/iteration"]
 
 
 @pytest.mark.slow
@@ -56,8 +68,86 @@ def test_what_is_undone_is_there(speed):
     source = (ROOT / "grpo_llm.py").read_text()
     for name, changes in speed.UNDONE.items():
         for old, new in changes.items():
-            assert old in source, name
+            assert source.count(old) == 1, name
             compile(source.replace(old, new), name, "exec")
+
+
+class StandIn:
+    """In place of a script: a clock, by which everything takes one second."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.lines = []
+        self.draw_prompts = self.to_batch = self.pack = self.place_scores = self.evaluate = self.spend
+        self.Policy = type("Policy", (), {"__call__": self.spend})
+        self.Critic = type("Critic", (), {"__call__": self.spend})
+        self.log = lambda step, metrics, *rest: self.lines.append(metrics)
+
+    def spend(self, *args):
+        self.now += 1.0
+
+
+@pytest.fixture
+def phases(monkeypatch):
+    """benchmarks/phases.py, whose hook on the steps of all optimizers is `phases.step`."""
+    module = load_benchmark("phases")
+    monkeypatch.setattr(module, "register_optimizer_step_post_hook", lambda hook: setattr(module, "step", hook))
+    return module
+
+
+def test_a_phase_lasts_until_another_begins(phases, monkeypatch):
+    algo = StandIn()
+    monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: algo.now))
+    phases.Clock(algo)
+    policy, critic = algo.Policy(), algo.Critic()
+    with torch.no_grad():
+        policy()  # before training: no phase
+    algo.evaluate()
+    algo.spend()  # of the evaluation, too: a model is saved, say
+    algo.log(0, {})
+    for _ in range(2):
+        algo.spend()  # between iterations
+        algo.draw_prompts()
+        algo.to_batch()
+        algo.spend()  # the reward function
+        algo.pack()
+        with torch.no_grad():
+            policy()
+            policy()
+            critic()
+        algo.place_scores()
+        for _ in range(3):
+            policy()
+            policy()
+            phases.step()
+        critic()
+        phases.step()
+        algo.spend()
+        algo.log(1, {"reward/mean": 0.5})
+    first, *iterations = algo.lines
+    assert first == {"time/eval": 2.0, "time/clock": 3.0}
+    seconds = {
+        "rollout": 2,
+        "reward": 1,
+        "logprobs": 3,
+        "values": 1,
+        "advantages": 1,
+        "actor": 6,
+        "critic": 1,
+        "log": 1,
+    }
+    assert seconds.keys() == set(phases.PHASES)
+    for number, line in enumerate(iterations, 1):
+        expected = {f"time/{phase}": float(s) for phase, s in seconds.items()} | {"reward/mean": 0.5}
+        assert line == expected | {"time/clock": 3.0 + number * (1 + sum(seconds.values()))}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_the_clock_watches_is_in_every_script(phases, script):
+    algo = load_script(script)
+    plain = algo.pack
+    phases.Clock(algo)
+    assert algo.pack is not plain and algo.pack.__wrapped__ is plain
 
 
 def test_peers_compile():
