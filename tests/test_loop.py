@@ -24,7 +24,7 @@ from conftest import (
 )
 from ranks import load_script
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Gemma2Config
 
 
 def same(a, b, tolerance):
@@ -718,6 +718,13 @@ def test_a_checkpoint_of_the_other_algorithm(script, toy_run, toy_flags, tmp_pat
     its = "policy, critic" if script.stem == "ppo_llm" else "policy"
     refused(capsys, lambda: other.main(args), f"step_000001 is of another script: it has state, {its}")
     assert begun == {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
+@each_script()
+def test_a_classifier_is_no_policy(toy_run, tmp_path, capsys):
+    folder = make_model(tmp_path / "judge", auto_class=AutoModelForSequenceClassification, num_labels=1)
+    capsys.readouterr()
+    refused(capsys, lambda: toy_run(model=folder), f"{folder} is no AutoModelForCausalLM, it lacks the weights lm_head")
 
 
 @each_script()
