@@ -4,7 +4,7 @@ import json
 
 import datasets
 import pytest
-from conftest import make_tokenizer, read_metrics, read_rows, toy_rows, write_rows
+from conftest import ROOT, make_tokenizer, read_metrics, read_rows, toy_rows, write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -28,32 +28,47 @@ def tokenizer_with_bos(template=TEMPLATE):
 
 
 def load(algo, source, tokenizer=None, split="train", **flags):
-    args = algo.Args(model="none", **flags)
-    return algo.load_prompts(str(source), split, args, tokenizer or make_tokenizer())
+    """The rows of a split of --dataset, and the sentence about them."""
+    args = algo.Args(model="none", dataset=str(source), **flags)
+    tables = dict(zip(("train", "test"), algo.read_data(args)))
+    return algo.load_prompts(str(source), tables[split], args, tokenizer or make_tokenizer())
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------
 
 VERL = {"data_source": "x", "ability": "math", "extra_info": {"split": "train", "index": 0}}
+VERLS = {"prompt_column": "prompt", "answer_column": "reward_model"}  # flags
 FORMATS = {  # name: (row, flags, prompt, answer, messages)
     "GSM8K raw": ({"question": "1+1?", "answer": "so #### 2"}, {}, "1+1?", "so #### 2", chat("1+1?")),
     "verl": (
         VERL | {"prompt": chat("1+1?"), "reward_model": {"style": "rule", "ground_truth": "2"}},
-        {},
+        VERLS,
         "1+1?",
         "2",
         chat("1+1?"),
     ),
-    "TRL text": ({"prompt": "1+1?", "solution": "2"}, {}, "1+1?", "2", chat("1+1?")),
+    "TRL text": (
+        {"prompt": "1+1?", "solution": "2"},
+        {"prompt_column": "prompt", "answer_column": "solution"},
+        "1+1?",
+        "2",
+        chat("1+1?"),
+    ),
     "TRL chat": (
         {"prompt": chat("hi", "yes?", "1+1?"), "answer": 2},
-        {},
+        {"prompt_column": "prompt"},
         "hi\nyes?\n1+1?",
         2,
         chat("hi", "yes?", "1+1?"),
     ),
-    "no answers": ({"prompt": "one"}, {"reward": "r.py:f"}, "one", None, chat("one")),
-    "question before prompt": ({"prompt": "no", "question": "1+1?", "answer": "2"}, {}, "1+1?", "2", chat("1+1?")),
+    "no answers": ({"question": "one"}, {"reward": "r.py:f", "answer_column": None}, "one", None, chat("one")),
+    "answers that are not to be read": (
+        {"question": "one", "answer": "2"},
+        {"reward": "r.py:f", "answer_column": None},
+        "one",
+        None,
+        chat("one"),
+    ),
     "named columns": (
         {"question": "no", "answer": "no", "ask": "1+1?", "gold": 2},
         {"prompt_column": "ask", "answer_column": "gold"},
@@ -86,7 +101,7 @@ def save(folder, row, ending):
 
 
 @pytest.mark.parametrize("name, ending", CASES)
-def test_formats_are_recognised_from_the_columns(algo, tmp_path, name, ending):
+def test_formats(algo, tmp_path, name, ending):
     row, flags, prompt, answer, messages = FORMATS[name]
     path = save(tmp_path, row, ending)
     rows, summary = load(algo, path, **flags)
@@ -100,8 +115,8 @@ def test_formats_are_recognised_from_the_columns(algo, tmp_path, name, ending):
 def test_a_saved_folder_of_splits_is_read_by_split(algo, tmp_path):
     path = str(save(tmp_path, FORMATS["GSM8K raw"][0], "folder of splits"))
     assert [len(load(algo, path, split=split)[0]) for split in ("train", "test")] == [2, 1]
-    assert load(algo, path, split="validation") == ([], "none")
-    assert load(algo, "", split="test") == ([], "none")  # no test data at all
+    path = str(save(tmp_path / "more", FORMATS["GSM8K raw"][0], "folder"))
+    assert load(algo, path, split="test") == ([], "no test data: --eval-dataset can name some")
 
 
 @pytest.mark.parametrize("source, asked", [("a/b", ("a/b",)), ("a/b:main", ("a/b", "main"))])
@@ -114,7 +129,6 @@ def test_hub_ids_with_and_without_configuration(algo, monkeypatch, source, asked
         return datasets.DatasetDict(tables)
 
     monkeypatch.setattr(algo.datasets, "load_dataset", load_dataset)
-    assert algo.default_eval_source(source) == source
     for split in ("train", "test"):
         rows, summary = load(algo, source, split=split)
         assert [row["prompt"] for row in rows] == [f"{split}?"] and summary.startswith(f"{source} (text): 1 rows")
@@ -124,32 +138,67 @@ def test_hub_ids_with_and_without_configuration(algo, monkeypatch, source, asked
 # --- test data -------------------------------------------------------------------------------------------------------
 
 
+def of(split, n=2):
+    """n rows that say which split they are of."""
+    return datasets.Dataset.from_list([{"question": f"{split} {i}?", "answer": str(i)} for i in range(n)])
+
+
+def saved(folder, *splits):
+    datasets.DatasetDict({split: of(split) for split in splits}).save_to_disk(folder)
+    return str(folder)
+
+
+def evaluated(algo, **flags):
+    """The first test prompt; None without test data."""
+    _, table = algo.read_data(algo.Args(model="none", **flags))
+    return table and table[0]["question"]
+
+
 @pytest.mark.parametrize(
-    "name, files, found",
+    "splits, found",
     [
-        ("train.jsonl", ["test.jsonl"], "test.jsonl"),
-        ("train.jsonl", [], None),
-        ("my_train_v2.parquet", ["my_test_v2.parquet", "test.parquet"], "my_test_v2.parquet"),
-        ("train.csv", ["test.jsonl"], None),
-        ("questions.jsonl", ["test.jsonl"], None),  # above all not itself
-        ("test.jsonl", ["test.jsonl"], None),
+        (("train", "test"), "test 0?"),
+        (("validation", "train", "test"), "test 0?"),
+        (("train", "validation"), None),  # only what is called so, or what is named, is evaluated
+        (("train",), None),
     ],
 )
-def test_the_file_beside_with_test_in_its_name_is_evaluated(algo, tmp_path, name, files, found):
-    folder = tmp_path / "train"  # the folder's name plays no part
-    folder.mkdir()
-    (tmp_path / "test").mkdir()
-    for file in [name, *files]:
-        (folder / file).touch()
-        (tmp_path / "test" / file).touch()
-    assert algo.default_eval_source(str(folder / name)) == (found and str(folder / found))
+def test_the_test_split_of_the_training_data_is_evaluated(algo, tmp_path, splits, found):
+    assert evaluated(algo, dataset=saved(tmp_path / "saved", *splits)) == found
 
 
-def test_a_saved_folder_is_evaluated_when_it_has_splits(algo, tmp_path):
-    path = str(save(tmp_path, FORMATS["GSM8K raw"][0], "folder"))
-    assert algo.default_eval_source(path) is None
-    path = str(save(tmp_path / "more", FORMATS["GSM8K raw"][0], "folder of splits"))
-    assert algo.default_eval_source(path) == path
+@pytest.mark.parametrize("name", ["train.jsonl", "my_train_v2.jsonl", "test.jsonl", "questions.jsonl"])
+def test_a_file_has_no_test_data_beside_it(algo, tmp_path, name):
+    for file in ("train.jsonl", "test.jsonl", "my_test_v2.jsonl", name):
+        write_rows(tmp_path / file, toy_rows(2))
+    assert evaluated(algo, dataset=f"{tmp_path}/{name}") is None
+
+
+@pytest.mark.parametrize(
+    "splits, found",
+    [
+        (("validation",), "validation 0?"),
+        (("train",), "train 0?"),
+        (("validation", "test"), "test 0?"),
+        (("dev", "validation"), "dev 0?"),
+    ],
+)
+def test_named_test_data_are_read_whatever_their_split_is_called(algo, tmp_path, splits, found):
+    """Before the test split of the training data."""
+    named = saved(tmp_path / "named", *splits)
+    assert evaluated(algo, dataset=saved(tmp_path / "saved", "train", "test"), eval_dataset=named) == found
+    file = write_rows(tmp_path / "train.jsonl", toy_rows(2))
+    assert evaluated(algo, dataset=file, eval_dataset=named) == found
+
+
+def test_a_folder_whose_only_split_is_validation_is_evaluated(toy_run, tmp_path, capsys):
+    train = write_rows(tmp_path / "train.jsonl", toy_rows(8))
+    test = saved(tmp_path / "saved", "validation")
+    run_dir, metrics = toy_run(dataset=train, eval_dataset=test, eval_rows=512, total_iterations=1)
+    rows = read_rows(run_dir / "completions" / "eval_000001.jsonl")
+    assert sorted(row["prompt"] for row in rows) == ["validation 0?", "validation 1?"]
+    assert f"eval       {test} (text): 2 rows, 0 left out; the first 2 are evaluated" in capsys.readouterr().out
+    assert ["eval/score" in m for m in metrics] == [True, True]
 
 
 def test_evaluation_only_scores_every_row_of_the_test_data(algo, toy_run, tmp_path):
@@ -159,13 +208,15 @@ def test_evaluation_only_scores_every_row_of_the_test_data(algo, toy_run, tmp_pa
     assert sorted(row["prompt"] for row in rows) == sorted(row["question"] for row in toy_rows(5))
     for name in ("score", "score_sampled"):
         assert metrics[f"eval/{name}"] == pytest.approx(sum(row[name] for row in rows) / 5, abs=1e-6)
-    assert not (run_dir / "final").exists() and not (run_dir / "best").exists()
+    assert not (run_dir / "final").exists() and not list(run_dir.glob("best*"))
 
 
-def test_a_file_without_train_in_its_name_is_trained_on_without_evaluation(toy_run, tmp_path, capsys):
-    path = write_rows(tmp_path / "questions.jsonl", toy_rows(8))
-    _, metrics = toy_run(dataset=path, eval_rows=512, total_iterations=1)
-    assert "eval       none; the first 0 are evaluated" in capsys.readouterr().out
+def test_without_test_data_a_run_says_so_and_trains(toy_run, tmp_path, capsys):
+    write_rows(tmp_path / "test.jsonl", toy_rows(8))
+    path = write_rows(tmp_path / "train.jsonl", toy_rows(8))
+    _, metrics = toy_run(dataset=path, eval_dataset=None, eval_rows=512, total_iterations=1)
+    line = "eval       no test data: --eval-dataset can name some; the first 0 are evaluated"
+    assert capsys.readouterr().out.count(line) == 1
     assert [m["step"] for m in metrics] == [0, 1] and not any("eval/score" in m for m in metrics)
 
 
@@ -174,17 +225,16 @@ def test_a_file_without_train_in_its_name_is_trained_on_without_evaluation(toy_r
 
 def test_chats_go_through_the_template_with_one_bos_and_a_generation_prompt(algo, tmp_path):
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": chat("hi", "yes?", "1+1?"), "answer": "2"}])
-    (row,), summary = load(algo, path, tokenizer_with_bos())
+    (row,), summary = load(algo, path, tokenizer_with_bos(), prompt_column="prompt")
     assert summary == f"{path} (chat): 1 rows, 0 left out"
     assert row["prompt"] == "<eos2>u#hi\na#yes?\nu#1+1?\na#"
     assert row["input_ids"] == [2, *make_tokenizer()("u#hi\na#yes?\nu#1+1?\na#")["input_ids"]]
     assert row["columns"]["messages"] == chat("hi", "yes?", "1+1?")
 
 
-@pytest.mark.parametrize("flags", [{"reward": "exact"}, {"reward": "file.py:f"}, {"reward_model": "folder"}])
-def test_a_text_is_one_user_turn(algo, tmp_path, flags):
+def test_a_text_is_one_user_turn(algo, tmp_path):
     path = write_rows(tmp_path / "train.jsonl", toy_rows(2))
-    rows, _ = load(algo, path, tokenizer_with_bos(), **flags)
+    rows, _ = load(algo, path, tokenizer_with_bos(), reward="file.py:f")
     assert [row["prompt"] for row in rows] == [f"<eos2>u#{row['question']}\na#" for row in toy_rows(2)]
     assert [row["input_ids"].count(2) for row in rows] == [1, 1]
     assert rows[1]["columns"] == toy_rows(2)[1] | {"messages": chat("what is 1 + 1??")}
@@ -194,7 +244,7 @@ def test_a_question_for_a_chat_model_asks_for_what_the_reward_looks_for(algo, tm
     """Only a bare one: not a chat, not a text that speaks of #### itself."""
     asked = "Say #### and the sum of 1 and 1."
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": p, "answer": "2"} for p in ("1+1?", asked, chat("1+1?"))])
-    rows, _ = load(algo, path, tokenizer_with_bos())
+    rows, _ = load(algo, path, tokenizer_with_bos(), prompt_column="prompt")
     request = """ Let's think step by step and output the final answer after "####"."""
     texts = "1+1?" + request, asked, "1+1?"
     assert [row["prompt"] for row in rows] == [f"<eos2>u#{text}\na#" for text in texts]
@@ -205,7 +255,7 @@ def test_a_question_for_a_chat_model_asks_for_what_the_reward_looks_for(algo, tm
 @pytest.mark.parametrize("prompt, text", [("1+1?", "1+1?"), (chat("hi", "yes?", "why"), "hi\nyes?\nwhy")])
 def test_without_a_template_prompts_stay_text_with_one_bos(algo, tmp_path, template, flag, prompt, text):
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": prompt, "answer": "2"}])
-    (row,), summary = load(algo, path, tokenizer_with_bos(template), chat_template=flag)
+    (row,), summary = load(algo, path, tokenizer_with_bos(template), chat_template=flag, prompt_column="prompt")
     assert "(text)" in summary and row["prompt"] == text
     assert row["input_ids"] == [2, *make_tokenizer()(text)["input_ids"]]
 
@@ -223,8 +273,9 @@ def test_a_run_on_verls_parquet_with_a_template_file(toy_run, tmp_path):
         "    assert set(data_source) == {'x'} and extra_info[0]['split'] == 'train'\n"
         "    return [float(len(r)) for r in responses]\n"
     )
-    flags = {"dataset": f"{tmp_path}/train.parquet", "reward": f"{tmp_path}/reward_on_chats.py:f", "eval_rows": 512}
-    run_dir, _ = toy_run(chat_template=f"{tmp_path}/chat.jinja", total_iterations=1, **flags)
+    flags = VERLS | {"dataset": f"{tmp_path}/train.parquet", "eval_dataset": f"{tmp_path}/test.parquet"}
+    flags |= {"reward": f"{tmp_path}/reward_on_chats.py:f", "eval_rows": 512, "total_iterations": 1}
+    run_dir, _ = toy_run(chat_template=f"{tmp_path}/chat.jinja", **flags)
     completions = read_rows(run_dir / "completions" / "eval_000001.jsonl")
     assert sorted(row["prompt"] for row in completions) == [f"u#say {i}\na#" for i in range(3)]
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "final")
@@ -237,10 +288,11 @@ def test_a_run_on_verls_parquet_with_a_template_file(toy_run, tmp_path):
 def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
     texts = ["a" * 7, "b" * 8, "", "c" * 30, "d"]
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": text, "answer": str(i)} for i, text in enumerate(texts)])
-    rows, summary = load(algo, path, max_prompt_length=7)
+    rows, summary = load(algo, path, max_prompt_length=7, prompt_column="prompt")
     assert summary == f"{path} (text): 2 rows, 3 left out"
     assert [(row["prompt"], row["answer"]) for row in rows] == [("a" * 7, "0"), ("d", "4")]
-    rows, summary = load(algo, path, tokenizer_with_bos(None), max_prompt_length=7)  # the BOS counts
+    # The BOS counts.
+    rows, summary = load(algo, path, tokenizer_with_bos(None), max_prompt_length=7, prompt_column="prompt")
     assert [row["prompt"] for row in rows] == ["", "d"] and "3 left out" in summary
 
 
@@ -329,8 +381,9 @@ def test_gsm8k_compares_numbers(algo, response, gold, score):
 
 
 def test_exact_compares_texts_without_the_space_around(algo):
+    exact = algo.load_reward(f"{ROOT}/benchmarks/rewards.py:exact")
     responses, answers = ["yes", " yes\n", "Yes", "", "12", "y es"], ["yes", "yes ", "yes", "yes", 12, "yes"]
-    assert algo.exact(["p"] * 6, responses, answers) == [1, 1, 0, 0, 1, 0]
+    assert exact(["p"] * 6, responses, answers) == [1, 1, 0, 0, 1, 0]
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -359,31 +412,40 @@ def test_a_column_that_is_missing(refused, toy_data, changes):
     assert line == f"error: {toy_data}: no column text; {flags}"
 
 
-def test_no_column_that_is_known(refused, tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": "1"}])
-    line = refused(dataset=path)
-    assert line.startswith(f"error: {path}: no column prompt; ") and line.endswith(" can name text, label")
-
-
 @pytest.mark.parametrize(
-    "reward, answer, shown",
-    [
-        ("gsm8k", "so there are #### many", "'so there are #### many'"),
-        ("gsm8k", None, "None"),
-        ("exact", None, "None"),
-    ],
+    "row, missing", [({"text": "a", "label": "1"}, "question"), ({"question": "a", "label": "1"}, "answer")]
 )
-def test_a_row_without_the_answer_that_the_reward_needs(refused, tmp_path, reward, answer, shown):
+def test_a_default_column_that_is_missing_names_those_there_are(refused, tmp_path, row, missing):
+    path = write_rows(tmp_path / "rows.jsonl", [row])
+    flags = f"--prompt-column and --answer-column can name {', '.join(row)}"
+    assert refused(dataset=path, reward="gsm8k") == f"error: {path}: no column {missing}; {flags}"
+
+
+@pytest.mark.parametrize("answer, shown", [("so there are #### many", "'so there are #### many'"), (None, "None")])
+def test_a_row_without_the_answer_that_the_reward_needs(refused, tmp_path, answer, shown):
     rows = [*toy_rows(5), {"question": "how many?", "answer": answer}, *toy_rows(3)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    line = refused(dataset=path, reward=reward)
-    assert line == f"error: {path}, row 6: --reward {reward} needs a reference answer, this is {shown}"
+    line = refused(dataset=path, reward="gsm8k")
+    assert line == f"error: {path}, row 6: --reward gsm8k needs a reference answer, this is {shown}"
 
 
-@pytest.mark.parametrize("reward", ["gsm8k", "exact"])
-def test_data_without_answers(refused, tmp_path, reward):
-    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a"}])
-    assert refused(dataset=path, reward=reward).startswith(f"error: {path}, row 1: --reward {reward} needs")
+def test_gsm8k_without_answers(refused, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"question": "a"}])
+    line = refused(dataset=path, reward="gsm8k", answer_column=None)
+    assert line == f"error: {path}, row 1: --reward gsm8k needs a reference answer, this is None"
+
+
+def test_a_run_without_answers_says_so_in_a_flag(algo, toy_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["script.py", "--model", "m", "--answer-column", "None"])
+    answer_column = algo.parse_args().answer_column
+    (tmp_path / "reward_without_answers.py").write_text(
+        "def f(prompts, responses, answers):\n    return [float(answer is None) for answer in answers]\n"
+    )
+    path = write_rows(tmp_path / "rows.jsonl", [{"question": row["question"]} for row in toy_rows(8)])
+    flags = {"dataset": path, "eval_dataset": path, "reward": f"{tmp_path}/reward_without_answers.py:f"}
+    run_dir, metrics = toy_run(answer_column=answer_column, total_iterations=1, eval_rows=3, **flags)
+    assert metrics[1]["reward/mean"] == metrics[1]["eval/score"] == 1
+    assert {row["answer"] for row in read_rows(run_dir / "completions" / "eval_000001.jsonl")} == {None}
 
 
 def test_test_data_are_looked_at_before_the_run(refused, tmp_path):
@@ -391,11 +453,11 @@ def test_test_data_are_looked_at_before_the_run(refused, tmp_path):
     assert f"{path}: no column" in refused(eval_dataset=path)
 
 
-def test_a_dataset_without_a_train_split(refused, tmp_path):
-    datasets.disable_progress_bars()
-    datasets.DatasetDict({"validation": datasets.Dataset.from_list(toy_rows(4))}).save_to_disk(tmp_path / "saved")
-    path = str(tmp_path / "saved")
-    assert refused(dataset=path) == f"error: --dataset {path!r} has no train split"
+def test_named_test_data_that_are_not_there(algo, toy_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(algo, "load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    with pytest.raises(FileNotFoundError, match=r"no\.jsonl"):
+        toy_run(eval_dataset=f"{tmp_path}/no.jsonl")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_temperature_of_0_says_so_before_the_run(toy_run):
@@ -409,9 +471,9 @@ def test_no_prompt_within_the_limit(refused, toy_data):
     assert refused(max_prompt_length=5) == f"error: {toy_data}: {sentence}"
 
 
-@pytest.mark.parametrize("reward", ["gsm9k", "reward.py", "rewards:f", ""])
+@pytest.mark.parametrize("reward", ["gsm9k", "exact", "reward.py", "rewards:f", ""])
 def test_a_reward_that_is_unknown(refused, reward):
-    known = "it should be one of gsm8k, exact or path/to/file.py:function"
+    known = "it should be gsm8k or path/to/file.py:function"
     assert refused(reward=reward) == f"error: --reward {reward}: {known}"
 
 
@@ -432,7 +494,7 @@ def test_gsm8k_raw_and_in_verls_form_are_the_same_rows(algo, data_dir, split, si
     raw, summary = load(algo, data_dir / "gsm8k" / f"{split}.jsonl", tokenizer)
     assert len(raw) == size and summary.endswith(f"(text): {size} rows, 0 left out")
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    verl, summary = load(algo, data_dir / "gsm8k_verl" / f"{split}.parquet", tokenizer)
+    verl, summary = load(algo, data_dir / "gsm8k_verl" / f"{split}.parquet", tokenizer, **VERLS)
     assert len(verl) == size and f"(chat): {size} rows, 0 left out" in summary
     instruction = """ Let's think step by step and output the final answer after "####"."""
     assert [row["prompt"] for row in verl] == [f"<user>{row['prompt']}{instruction}<assistant>" for row in raw]
@@ -449,8 +511,9 @@ def test_gsm8k_raw_and_in_verls_form_are_the_same_rows(algo, data_dir, split, si
 def test_a_pretrained_model_on_real_prompts(toy_run, data_dir):
     """Another tokenizer, with a BOS; named columns; the sampler agrees with the training pass."""
     stories, model = data_dir / "story_prompts", str(data_dir / "stories260K")
-    flags = {"dataset": f"{stories}/story_train.parquet", "eval_rows": 5, "total_iterations": 1}
-    run_dir, metrics = toy_run(model=model, prompt_column="prompt_text", **flags)
+    flags = {"dataset": f"{stories}/story_train.parquet", "eval_dataset": f"{stories}/story_test.parquet"}
+    flags |= {"prompt_column": "prompt_text", "answer_column": None, "eval_rows": 5, "total_iterations": 1}
+    run_dir, metrics = toy_run(model=model, **flags)
     assert metrics[1]["kl/mean"] == 0 and metrics[1]["rollout/logprob_diff"] < 1e-5
     rows = read_rows(run_dir / "completions" / "eval_000000.jsonl")
     assert len(rows) == 5 and all("<s>" not in row["prompt"] + row["response"] for row in rows)

@@ -53,6 +53,9 @@ def test_the_console_says_what_runs(script, launched):
     assert f"passes     {passes} over these rows" in start
     assert "64 responses = 2 minibatches of 32 (16 per process) x 1 epoch(s)" in start
     assert ("8 prompts x 8 = 64" in start) == (script.stem == "grpo_llm")
+    coefficients = "0.0 in the reward, 0.001" if script.stem == "grpo_llm" else "0.001 in the reward, 0.0"
+    assert f"KL         to the start: {coefficients} in the loss\n" in start
+    assert f"run folder {run_dir}, from iteration 1\n" in start
     assert ("sharding   over 2 of 2 process(es), gathered" in start) == (script.stem == "ppo_llm_fsdp")
     assert console.count(f"{script.name}: ") == 1  # one process speaks
     assert len(re.findall(r"iteration [01]: eval 0\.\d+ greedy, 0\.\d+ sampled, length", console)) == 2
@@ -65,11 +68,12 @@ def test_the_console_says_what_runs(script, launched):
 
 def test_the_run_folder_is_complete(script, launched):
     run_dir, _ = launched
-    assert {path.name for path in run_dir.iterdir()} == {
-        *("args.json", script.name, "metrics.jsonl", "completions", "checkpoints", "final", "best", script.stem)
-    }
+    before, after = (m["eval/score"] for m in read_metrics(run_dir))
+    best = ["best_000001"] if after > before else []  # nothing is kept that is no better than before training
+    files = "args.json", script.name, "metrics.jsonl", "completions", "checkpoints", "final", script.stem
+    assert {path.name for path in run_dir.iterdir()} == {*files, *best}
     assert (run_dir / script.name).read_text() == script.read_text()
-    for name in ("final", "best"):
+    for name in ("final", *best):
         assert AutoTokenizer.from_pretrained(run_dir / name).eos_token
         AutoModelForCausalLM.from_pretrained(run_dir / name)
         if script.stem != "grpo_llm":
@@ -100,17 +104,16 @@ def test_every_metric_of_the_contract_is_there(script, launched):
         "reward": "mean std total_mean",
         "eval": "score score_sampled length_mean",
         "advantage": "mean std",
-        "actor": "loss clipfrac approx_kl ratio_mean ratio_max entropy grad_norm lr",
-        "critic": "loss value_mean explained_variance grad_norm lr",
-        "kl": "mean sequence coef",
+        "actor": "loss clipfrac approx_kl ratio_mean ratio_max entropy grad_norm",
+        "critic": "loss explained_variance grad_norm",
+        "kl": "mean",
         "response": "length_mean truncated_frac",
         "rollout": "logprob_diff",
-        "time": "rollout reward logprobs values advantages actor critic eval iteration",
+        "time": "rollout iteration",
         "memory": "peak_gib",
     }
     if script.stem == "grpo_llm":
         groups = {name: rest for name, rest in groups.items() if name != "critic"} | {"group": "zero_std_frac"}
-        groups["time"] = "rollout reward logprobs advantages actor eval iteration"
     names = {f"{group}/{name}" for group, rest in groups.items() for name in rest.split()}
     assert read_metrics(launched[0])[1].keys() == {"step"} | names
 
@@ -140,7 +143,7 @@ import sys
 sys.path.insert(0, {folder!r})
 import {name} as algo
 
-algo.schedule = lambda *args: 0.5
+algo.place_scores = lambda scores, mask, real=algo.place_scores: real(scores / 2, mask)
 if __name__ == "__main__":
     algo.main(algo.parse_args())
 """
@@ -166,11 +169,13 @@ def test_completions_are_those_of_one_process(one_and_two):
 
 
 @pytest.mark.once
-def test_the_run_folder_keeps_the_callers_file(one_and_two, script, toy_flags):
+def test_the_run_folder_keeps_the_callers_file(one_and_two, script):
     for run_dir in one_and_two:
-        assert (run_dir / script.name).exists() and "schedule" in (run_dir / "mine.py").read_text()
+        kept, mine = (run_dir / script.name).read_text(), (run_dir / "mine.py").read_text()
+        assert kept == script.read_text() and "algo.place_scores = " in mine
         assert json.loads((run_dir / "args.json").read_text())["script"] == "mine.py"
-        assert read_metrics(run_dir)[1]["actor/lr"] == toy_flags["lr"] / 2
+        m = read_metrics(run_dir)[1]  # of the first iteration, in which the KL is still 0
+        assert m["reward/total_mean"] == pytest.approx(m["reward/mean"] / 2, rel=1e-5) and m["reward/mean"] > 0
 
 
 # ------------------------------------------------------------------------------------------------------ your own bug
@@ -182,9 +187,9 @@ BUGS = {
         r"must match the size",
     ),
     "an error in the loop": (
-        "        masks = [mask[part] for part in minibatch_rows]\n",
-        "        masks = [mask[part] for part in minibatch_rows]\n        if iteration == 2 and rank == 1:\n"
-        '            raise RuntimeError("timed out")\n',
+        "        minibatch_rows = ",
+        "        if iteration == 2 and rank == 1:\n"
+        '            raise RuntimeError("timed out")\n        minibatch_rows = ',
         "RuntimeError: timed out",
     ),
     "a tensor among the metrics": (
@@ -220,10 +225,10 @@ def test_an_error_in_a_reward_file_shows_file_and_line(script, toy_flags, tmp_pa
 
 @pytest.mark.once
 def test_nan_in_the_loss_names_iteration_and_step(script, toy_flags, tmp_path):
-    source, old = script.read_text(), "    losses, clipped = torch.maximum(unclipped, bounded), bounded > unclipped"
+    source, old = script.read_text(), "return torch.maximum(unclipped, bounded), bounded > unclipped"
     assert source.count(old) == 1
     mine = tmp_path / "my_ppo.py"
-    mine.write_text(source.replace(old, old.replace("torch.maximum(unclipped, bounded)", "unclipped / 0 * 0")))
+    mine.write_text(source.replace(old, "return unclipped / 0 * 0, bounded > unclipped"))
     code, console = forked(mine, toy_flags | {"output_dir": tmp_path}, timeout=200)
     errors = [line for line in console.splitlines() if line.startswith("error: ")]
     assert code != 0 and len(errors) == 1, console
@@ -273,8 +278,11 @@ def test_the_defaults_are_for_a_real_model_and_the_embedded_settings_for_ours(al
     ours, numbers = parsed("--lr", "0.5")
     assert numbers == [0.5, 256, 64, 1024, *([1e-3, 0.95] if critics else [])] and ours.total_iterations == 40
     assert ours.model == f"{ROOT}/benchmarks/tiny/model" or algo.TINY.parent.parent != ROOT
-    if critics:
-        assert parsed("--critic-model", "some/model")[0].model == ours.model
+    # The word alone counts: no value that ends like it, no flag that ends like it.
+    others = [("--run-name", "x--model"), ("--run-name=--model-7",)]
+    others += [("--critic-model", "some/model")] if critics else []
+    assert {parsed(*words)[0].model for words in others} == {ours.model}
+    assert parsed("--model=some/model")[1] == parsed("--model", "some/model")[1] != parsed()[1]
 
 
 def test_bfloat16_learns_too(script, tmp_path, toy_flags):

@@ -2,17 +2,29 @@
 
 import dataclasses
 import importlib.util
-import json
 import math
-import shutil
-import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from conftest import TOY_REWARD, each_script, make_model, read_metrics, read_rows, toy_rows, untimed, write_rows
+from conftest import (
+    ROOT,
+    TOY_REWARD,
+    each_script,
+    make_model,
+    make_tokenizer,
+    read_metrics,
+    read_rows,
+    toy_rows,
+    untimed,
+    write_rows,
+)
+from ranks import load_script
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Gemma2Config
 
 
 def same(a, b, tolerance):
@@ -42,7 +54,7 @@ def spy(monkeypatch):
 # ------------------------------------------------------------------------------------------------------- identities
 
 
-@pytest.mark.parametrize("flags", [{}, {"temperature": 0.5}, {"lora_rank": 4}, {"old_logprobs": "corrected"}])
+@pytest.mark.parametrize("flags", [{}, {"temperature": 0.5}, {"lora_rank": 4}])
 def test_nothing_moves_without_a_learning_rate(toy_run, flags):
     _, metrics = toy_run(lr=0.0, critic_lr=0.0, ppo_epochs=2, **flags)
     for m in metrics[1:]:
@@ -60,11 +72,22 @@ def test_gradients_do_not_depend_on_micro_batches(toy_run, loss_agg):
             same(a, b, 2e-6)
 
 
-def test_rewards_sum_to_score_minus_kl(toy_run):
-    _, metrics = toy_run(kl_reward_coef=0.3, missing_eos_penalty=0.7, total_iterations=3)
-    for m in metrics[1:]:
-        assert m["reward/total_mean"] == pytest.approx(m["reward/mean"] - 0.3 * m["kl/sequence"], abs=1e-6)
-    assert metrics[-1]["kl/sequence"] != 0
+def test_rewards_sum_to_score_minus_kl(toy_run, spy, algo):
+    """Of every row over its mask; the metric is their mean. A response without an EOS has lost its penalty."""
+    judged, passes, credited = (spy(algo, name) for name in ("compute_scores", "forward_all", "gae"))
+    _, metrics = toy_run(kl_reward_coef=0.3, missing_eos_penalty=0.7, total_iterations=3, max_response_length=30)
+    for i, m in enumerate(metrics[1:]):
+        (_, _, _, responses), (_, plain) = judged[i]
+        (policy, old), (reference, ref), _ = passes[3 * i : 3 * i + 3]  # the third is the critic's
+        (rewards, _, mask, *_), _ = credited[i]
+        assert isinstance(policy[0], algo.Policy) and reference[0] is not policy[0]
+        truncated = torch.tensor([response.truncated for response in responses])
+        scores = torch.tensor(plain) - 0.7 * truncated
+        totals = scores - 0.3 * torch.where(mask, old - ref, 0).sum(1)
+        assert torch.where(mask, rewards, 0).sum(1).tolist() == pytest.approx(totals.tolist(), abs=1e-5)
+        assert m["reward/total_mean"] == pytest.approx(totals.mean().item(), abs=1e-6)
+        assert m["reward/mean"] == pytest.approx(scores.mean().item(), abs=1e-6) and 0 < truncated.sum() < 8
+    assert (scores - totals).abs().min() > 1e-4  # the policy has moved
 
 
 def test_optimizer_steps_are_epochs_times_minibatches(toy_run, spy):
@@ -90,24 +113,6 @@ def test_sampling_noise_belongs_to_the_row_and_the_iteration(toy_run, spy, algo)
     assert torch.equal(first, torch.rand(8, 10, generator=stream, dtype=torch.float64))
 
 
-def test_the_target_kl_stops_the_actor_and_not_the_critic(toy_run, spy):
-    steps = spy(torch.optim.AdamW, "step")
-    _, metrics = toy_run(target_kl=1e-9, ppo_epochs=4, total_iterations=1)
-    assert len(steps) == 1 + 8  # at the first step the KL is 0; at the second the policy has moved
-    assert metrics[1]["actor/approx_kl"] > 0 and metrics[1]["actor/grad_norm"] > 0
-    unhindered = toy_run(target_kl=1e9, ppo_epochs=4, total_iterations=1)[1]
-    assert untimed(unhindered) == untimed(toy_run(ppo_epochs=4, total_iterations=1)[1])
-
-
-def test_metrics_after_a_stop_cover_what_was_trained(toy_run, algo, spy):
-    losses = spy(algo, "policy_loss")
-    _, metrics = toy_run(target_kl=1e-9, ppo_epochs=2, total_iterations=1, lr=0.05)
-    (new, *_), (_, clipped) = losses[-1]  # the call of the log, (epochs,B,L)
-    trained = ~new.isnan()
-    assert metrics[1]["actor/clipfrac"] == pytest.approx(clipped[trained & (new != 0)].float().mean().item(), abs=1e-6)
-    assert not trained[1].any() and trained[0].any(1).sum() == 8
-
-
 def test_only_the_critic_learns_while_it_warms_up(toy_run, spy):
     steps = spy(torch.optim.AdamW, "step")
     _, metrics = toy_run(critic_warmup_iterations=2, total_iterations=3)
@@ -116,39 +121,38 @@ def test_only_the_critic_learns_while_it_warms_up(toy_run, spy):
     assert metrics[3]["actor/ratio_mean"] > 0 and metrics[3]["rollout/logprob_diff"] < 1e-5
 
 
-def test_old_logprobs_of_the_sampler_need_no_pass(toy_run, spy, algo):
-    passes = spy(algo, "forward_all")
-    _, metrics = toy_run(old_logprobs="rollout", kl_reward_coef=0.0, total_iterations=1)
-    assert len(passes) == 1 and isinstance(passes[0][0][0], algo.Critic)
-    assert metrics[1]["actor/ratio_mean"] == pytest.approx(1, abs=0.05) and metrics[1]["rollout/logprob_diff"] < 1e-5
+def test_without_a_kl_there_is_no_reference(toy_run, spy, algo):
+    loads, passes = spy(algo, "load_model"), spy(algo, "forward_all")
+    _, metrics = toy_run(kl_reward_coef=0.0, total_iterations=1)
+    assert len(loads) == 2 and [type(module) for (module, *_), _ in passes] == [algo.Policy, algo.Critic]
+    assert metrics[1]["kl/mean"] == 0
+    toy_run(kl_reward_coef=0.0, kl_loss_coef=0.1, total_iterations=1)
+    assert len(loads) == 2 + 3 and len(passes) == 2 + 3
 
 
-def test_corrected_losses_are_weighted(toy_run, monkeypatch, algo):
-    plain = toy_run(total_iterations=1)[1][1]
-    corrected = toy_run(total_iterations=1, old_logprobs="corrected")[1][1]
-    assert corrected["rollout/weight_mean"] == pytest.approx(1, abs=1e-4)
-    assert corrected["rollout/ess"] == pytest.approx(1, abs=1e-4)
-    same({k: v for k, v in untimed([corrected])[0].items() if k in plain}, untimed([plain])[0], 1e-3)
-    monkeypatch.setattr(algo, "rollout_weights", lambda old, rollout, mask, level, cap: 0.5 * mask)
-    halved = toy_run(total_iterations=1, old_logprobs="corrected", lr=0.0)[1][1]
-    unweighted = toy_run(total_iterations=1, lr=0.0)[1][1]
-    assert halved["actor/grad_norm"] == pytest.approx(unweighted["actor/grad_norm"] / 2, rel=1e-4)
+@each_script()
+def test_rates_rise_in_every_parameter_group_while_it_warms_up(algo, toy_run, monkeypatch):
+    class InTwoGroups(torch.optim.AdamW):
+        """As a researcher has it who gives some weights another decay."""
 
+        def __init__(self, parameters, **options):
+            first, *others = parameters
+            super().__init__([{"params": [first]}, {"params": others}], **options)
 
-def test_the_adaptive_coefficient_follows_the_kl(toy_run):
-    flags = {"kl_controller": "adaptive", "kl_target": 1e-4, "kl_horizon": 100.0, "kl_reward_coef": 0.1}
-    _, metrics = toy_run(total_iterations=4, lr=1e-2, **flags)
-    coef = 0.1
-    for m in metrics[1:]:
-        assert m["kl/coef"] == pytest.approx(coef, rel=1e-9)
-        coef *= 1 + max(-0.2, min(0.2, m["kl/mean"] / 1e-4 - 1)) * 8 / 100
+    rates, flags = {}, {"lr": 3e-3, "warmup_iterations": 3, "total_iterations": 5}
+    flags |= {"critic_lr": 6e-3} if hasattr(algo, "Critic") else {}
 
+    def look(optimizer, *_):
+        rates.setdefault(id(optimizer), []).append([group["lr"] for group in optimizer.param_groups])
 
-def test_the_coefficient_rests_while_only_the_critic_learns(toy_run):
-    """The KL is 0 then, which says nothing about the coefficient."""
-    flags = {"kl_controller": "adaptive", "kl_horizon": 100.0, "kl_reward_coef": 0.1, "critic_warmup_iterations": 2}
-    _, metrics = toy_run(total_iterations=4, **flags)
-    assert [m["kl/coef"] for m in metrics[1:4]] == [0.1] * 3 and metrics[4]["kl/coef"] != 0.1
+    monkeypatch.setattr(torch.optim, "AdamW", InTwoGroups)
+    hook = register_optimizer_step_pre_hook(look)
+    toy_run(**flags)
+    hook.remove()
+    rising = [1e-3, 1e-3, 2e-3, 2e-3, *[3e-3] * 6]  # two minibatches in each iteration
+    actor, *critic = rates.values()
+    assert actor == [[pytest.approx(rate)] * 2 for rate in rising]
+    assert critic == [[[pytest.approx(2 * rate)] * 2 for rate in rising]] * hasattr(algo, "Critic")
 
 
 def test_padding_takes_no_part_in_metrics(toy_run, algo, monkeypatch):
@@ -185,40 +189,27 @@ CHANGES = {
     "chat_template": ({}, None),
     "max_prompt_length": ({}, 17),
     "max_response_length": ({}, 9),
-    "reward": ({}, "exact"),
-    "reward_model": ({}, None),
+    "reward": ({}, f"{ROOT}/benchmarks/rewards.py:exact"),
     "batch_size": ({}, 4),
     "temperature": ({}, 0.7),
-    "top_p": ({}, 0.8),
-    "top_k": ({}, 5),
     "missing_eos_penalty": ({}, 1.0),
-    "old_logprobs": ({}, "rollout"),
-    "is_level": ({"old_logprobs": "corrected", "top_k": 5}, "sequence"),
-    "is_cap": ({"old_logprobs": "corrected", "top_k": 5}, 0.5),
     "ppo_epochs": ({}, 2),
     "minibatch_size": ({}, 8),
     "lr": ({}, 1e-4),
     "critic_lr": ({}, 1e-4),
-    "lr_schedule": ({}, "linear"),
     "warmup_iterations": ({}, 2),
     "critic_warmup_iterations": ({}, 1),
     "weight_decay": ({}, 0.5),
     "max_grad_norm": ({}, 1e-9),
     "clip_low": ({"ppo_epochs": 3, "lr": 1e-2}, 0.01),
     "clip_high": ({"ppo_epochs": 3, "lr": 1e-2}, 0.01),
-    "dual_clip": ({"ppo_epochs": 3, "lr": 3e-2, "kl_reward_coef": 0.0}, 1.01),
-    "value_clip": ({"ppo_epochs": 3, "critic_lr": 1e-2}, 1e-3),
     "entropy_coef": ({}, 0.1),
     "loss_agg": ({"max_response_length": 30}, "seq-mean-token-mean"),
-    "target_kl": ({"ppo_epochs": 2}, 1e-9),
     "gamma": ({}, 0.9),
     "lam": ({}, 0.5),
     "whiten_advantages": ({}, False),
     "kl_reward_coef": ({}, 0.5),
     "kl_reward_kind": ({"kl_reward_coef": 0.5}, "k3"),
-    "kl_controller": ({}, "adaptive"),
-    "kl_target": ({"kl_controller": "adaptive", "lr": 1e-2, "total_iterations": 3}, 100.0),
-    "kl_horizon": ({"kl_controller": "adaptive"}, 50.0),
     "kl_loss_coef": ({}, 0.5),
     "kl_loss_kind": ({"kl_loss_coef": 0.5, "lr": 1e-2}, "k2"),
     "seed": ({}, 2),
@@ -227,7 +218,7 @@ CHANGES = {
     "eval_dataset": ({"eval_rows": 7}, None),
     "model": ({}, None),
 }
-OF_PPO = "critic_model", "critic_lr", "critic_warmup_iterations", "value_clip", "gamma", "lam", "whiten_advantages"
+OF_PPO = "critic_model", "critic_lr", "critic_warmup_iterations", "gamma", "lam", "whiten_advantages"
 # Flags that change no metric are tested elsewhere.
 FILES = {
     "answer_column",
@@ -249,14 +240,8 @@ def changes(script):
     if script != "grpo_llm":
         return CHANGES
     own = {"group_size": ({}, 4), "estimator": ({}, "rloo"), "batch_size": ({}, 2)}
-    own |= {"loss_agg": ({"max_response_length": 30}, "token-mean"), "kl_controller": (KL, "adaptive")}
-    own |= {"kl_target": (ADAPTIVE | {"lr": 1e-2, "total_iterations": 3}, 100.0), "kl_horizon": (ADAPTIVE, 50.0)}
-    own |= {"dual_clip": ({"ppo_epochs": 3, "lr": 3e-2, "kl_loss_coef": 0.0}, 1.01)}
+    own |= {"loss_agg": ({"max_response_length": 30}, "token-mean")}
     return {name: case for name, case in CHANGES.items() if name not in OF_PPO} | own
-
-
-KL = {"kl_reward_coef": 0.1}
-ADAPTIVE = KL | {"kl_controller": "adaptive"}
 
 
 @each_script()
@@ -287,10 +272,6 @@ def test_every_flag_changes_something(script, toy_run, tmp_path, before, name):
     if name == "chat_template":
         value = str(tmp_path / "template.jinja")
         Path(value).write_text("{% for m in messages %}user {{ m.content }}{% endfor %}")
-    if name == "reward_model":
-        from transformers import AutoModelForSequenceClassification
-
-        value = make_model(tmp_path / "rm", auto_class=AutoModelForSequenceClassification, num_labels=1)
     key = script.stem, repr(besides)
     before[key] = before.get(key) or untimed(toy_run(**besides)[1])
     assert before[key] != untimed(toy_run(**besides | {name: value})[1])
@@ -319,18 +300,34 @@ def test_evaluation_scores_every_chosen_row_once(toy_run, spy, algo):
     ) >= {"prompt", "response", "score"}
 
 
-@pytest.mark.parametrize("eval_rows, times", [(0, 0), (2, 2)])
-def test_evaluation_never_or_before_and_after(toy_run, spy, algo, eval_rows, times):
-    calls = spy(algo, "evaluate")
-    toy_run(eval_rows=eval_rows, eval_every=0)
-    assert len(calls) == times
+@pytest.mark.parametrize("eval_rows, steps", [(0, []), (2, [0, 2])])
+def test_evaluation_never_or_before_and_after(toy_run, eval_rows, steps):
+    run_dir, metrics = toy_run(eval_rows=eval_rows, eval_every=0)
+    assert [m["step"] for m in metrics if any(name.startswith("eval/") for name in m)] == steps
+    names = sorted(path.name for path in run_dir.glob("completions/eval_*"))
+    assert names == [f"eval_{step:06d}.jsonl" for step in steps]
+
+
+@each_script()
+@pytest.mark.parametrize("flags", [{"eval_rows": 0}, {"eval_rows": 5, "dataset": None, "eval_dataset": None}])
+def test_what_the_policy_writes_in_training_is_kept_without_test_data(toy_run, tmp_path, flags):
+    """Whenever an evaluation would be due: reward hacking shows there first."""
+    if "dataset" in flags:
+        flags = flags | {"dataset": write_rows(tmp_path / "train.jsonl", toy_rows(8))}
+    run_dir, metrics = toy_run(total_iterations=3, eval_every=2, **flags)
+    assert sorted(path.name for path in run_dir.glob("completions/*")) == ["step_000002.jsonl", "step_000003.jsonl"]
+    for step in (2, 3):
+        rows = read_rows(run_dir / f"completions/step_{step:06d}.jsonl")
+        assert len(rows) == 8 and all(row.keys() == {"prompt", "response", "score"} for row in rows)
+        assert sum(row["score"] for row in rows) / 8 == pytest.approx(metrics[step]["reward/mean"], abs=1e-6)
+    assert metrics[0] == {"step": 0} and not any(name.startswith("eval/") for m in metrics for name in m)
 
 
 @each_script()
 def test_only_evaluating(toy_run):
     run_dir, metrics = toy_run(total_iterations=0, eval_rows=7)
     assert [m["step"] for m in metrics] == [0] and metrics[0]["eval/length_mean"] > 0
-    assert not (run_dir / "final").exists() and not (run_dir / "best").exists()
+    assert not (run_dir / "final").exists() and not list(run_dir.glob("best*"))
 
 
 @each_script()
@@ -342,51 +339,128 @@ def test_checkpoints_are_pruned_and_complete(toy_run):
     assert not (run_dir / "checkpoints").exists()
 
 
-@each_script()
-def test_the_best_is_kept(toy_run, algo, monkeypatch):
-    scores = iter([0.3, 0.9, 0.5, 0.6])
+@pytest.fixture
+def scripted(algo, monkeypatch):
+    """scripted([0.3, 0.9]) -> the greedy scores that the next evaluations find, whatever the model answers."""
     real = algo.evaluate
 
-    def scripted(*args):
-        metrics, completions = real(*args)
-        return metrics | {"eval/score": next(scores)}, completions
+    def install(found):
+        scores = iter(found)
+        monkeypatch.setattr(algo, "evaluate", lambda *args: real(*args) | {"eval/score": next(scores)})
 
-    monkeypatch.setattr(algo, "evaluate", scripted)
-    saved = []
-    real_save = algo.save_models
-    monkeypatch.setattr(algo, "save_models", lambda path, *rest: (saved.append(path.name), real_save(path, *rest)))
-    run_dir, _ = toy_run(eval_rows=2, eval_every=1, total_iterations=3, lr=1e-2)
-    assert saved == ["best", "best", "final"]
-    assert (run_dir / "best" / "model.safetensors").read_bytes() != (
-        run_dir / "final" / "model.safetensors"
-    ).read_bytes()
+    return install
 
 
-def test_a_folder_that_is_replaced_is_never_missing(algo, tmp_path, monkeypatch):
-    path = tmp_path / "best"
-    for text in ("one", "two"):
-        with algo.written_whole(path) as folder:
+def best_of(run_dir):
+    return sorted(path.name for path in run_dir.glob("best*"))
+
+
+BEST = {"eval_rows": 2, "eval_every": 1, "lr": 1e-2}
+
+
+@each_script()
+def test_the_best_is_kept(toy_run, algo, monkeypatch, scripted):
+    """One at a time, with its iteration in the name; the one before goes when the new one is complete. Better is what
+    is better than before training, and than all since; what is as good is not."""
+    scripted([0.3, 0.2, 0.4, 0.4, 0.9, 0.8])
+    saved, gone = [], []
+    real_save, real_remove = algo.save_models, algo.remove
+
+    def save_models(path, *rest):
+        saved.append((path.name, best_of(path.parent)))
+        real_save(path, *rest)
+
+    def remove(folder):
+        if folder.name.startswith("best") and folder.exists():
+            complete = [path.parent.name for path in sorted(folder.parent.glob("best*/model.safetensors"))]
+            gone.append((folder.name, complete))
+        real_remove(folder)
+
+    monkeypatch.setattr(algo, "save_models", save_models)
+    monkeypatch.setattr(algo, "remove", remove)
+    run_dir, _ = toy_run(total_iterations=5, **BEST)
+    assert saved == [("best_000002", []), ("best_000004", ["best_000002"]), ("final", ["best_000004"])]
+    assert gone == [("best_000002", ["best_000002", "best_000004"])]
+    assert best_of(run_dir) == ["best_000004"] and not list(run_dir.glob(".*"))
+    AutoModelForCausalLM.from_pretrained(run_dir / "best_000004")
+    best, final = (run_dir / name / "model.safetensors" for name in ("best_000004", "final"))
+    assert best.read_bytes() != final.read_bytes()
+
+
+@each_script()
+def test_what_is_never_better_than_before_training_is_not_kept(toy_run, scripted):
+    scripted([0.5, 0.5, 0.4, 0.1])
+    run_dir, _ = toy_run(total_iterations=3, **BEST)
+    assert best_of(run_dir) == [] and (run_dir / "final").exists()
+
+
+@each_script()
+def test_what_was_best_before_a_restart_still_counts(toy_run, scripted):
+    """And what a run that was killed has left under the name of a best model is replaced, whole or not."""
+    scripted([0.3, 0.2, 0.6])
+    run_dir, _ = toy_run(total_iterations=2, save_every=1, run_name="mine", **BEST)
+    for name in ("best_000002", "best_000004", ".best_000004.tmp", ".best_000004.old"):
+        (run_dir / name).mkdir(exist_ok=True)
+        (run_dir / name / "left").write_text("by a run that got further, and was killed")
+    scripted([0.5, 0.7])
+    toy_run(total_iterations=4, run_name="mine", resume="auto", **BEST)
+    assert best_of(run_dir) == ["best_000004"] and not (run_dir / "best_000004" / "left").exists()
+    AutoModelForCausalLM.from_pretrained(run_dir / "best_000004")
+    assert not list(run_dir.glob(".*"))
+
+
+def everyone(is_main_process=True):
+    """In place of the accelerator: one rank, that waits for nobody."""
+    return SimpleNamespace(is_main_process=is_main_process, wait_for_everyone=lambda: None)
+
+
+def test_what_has_a_name_is_complete(algo, tmp_path):
+    path = tmp_path / "step_000001"
+
+    def write(text, error=None):
+        with algo.written_whole(path, everyone()) as folder:
             (folder / "weights").write_text(text)
             assert not path.exists() or (path / "weights").read_text() == "one"
-    assert (path / "weights").read_text() == "two" and [p.name for p in tmp_path.iterdir()] == ["best"]
-    with pytest.raises(OSError), algo.written_whole(path) as folder:
-        raise OSError("disk full")
-    assert (path / "weights").read_text() == "two"
-    real = Path.rename
+            if error:
+                raise error
 
-    def killed(self, target):
-        if self.name == ".best.tmp":
+    write("one")
+    with pytest.raises(OSError):
+        write("two", OSError("disk full"))
+    assert (path / "weights").read_text() == "one"
+    write("two")  # what was left of the last attempt is in nobody's way
+    assert (path / "weights").read_text() == "two" and [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+    with algo.written_whole(path, everyone(is_main_process=False)) as folder:
+        assert not folder.exists()  # the other ranks make nothing, and take nothing away
+    assert (path / "weights").read_text() == "two" and [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+
+
+@pytest.mark.parametrize("killed_in", ["removal", "renaming"])
+def test_a_kill_while_a_folder_is_replaced_leaves_no_half_of_it(algo, tmp_path, monkeypatch, killed_in):
+    path = tmp_path / "best_000002"
+    path.mkdir()
+    (path / "weights").write_text("one")
+
+    def rename(self, target, real=Path.rename):
+        if self.name == ".best_000002.tmp":
             raise KeyboardInterrupt
         return real(self, target)
 
-    monkeypatch.setattr(Path, "rename", killed)
-    with pytest.raises(KeyboardInterrupt), algo.written_whole(path) as folder:
-        (folder / "weights").write_text("three")
+    def rmtree(folder, ignore_errors=False):
+        if not ignore_errors:
+            raise KeyboardInterrupt
+
+    if killed_in == "removal":
+        monkeypatch.setattr(algo.shutil, "rmtree", rmtree)
+    else:
+        monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(KeyboardInterrupt), algo.written_whole(path, everyone()) as folder:
+        (folder / "weights").write_text("two")
     monkeypatch.undo()
-    assert not path.exists()  # killed between the two names
-    args = algo.Args(model="x", output_dir=str(tmp_path.parent), run_name=tmp_path.name, resume="auto")
-    algo.find_run(args, algo.Accelerator(cpu=True))
-    assert (path / "weights").read_text() == "two"
+    assert not path.exists()
+    with algo.written_whole(path, everyone()) as folder:
+        (folder / "weights").write_text("three")
+    assert (path / "weights").read_text() == "three" and [p.name for p in tmp_path.iterdir()] == ["best_000002"]
 
 
 # ------------------------------------------------------------------------- a researcher's copy, and import-and-patch
@@ -448,17 +522,42 @@ def test_a_wrong_shift_is_refused_in_the_first_iteration(changed, toy_flags, tmp
     assert stop.value.code == 1 and len(error) == 1 and "sampler and training pass differ" in error[0]
 
 
-@pytest.mark.parametrize("flags", [{"old_logprobs": "rollout"}, {"critic_warmup_iterations": 1, "total_iterations": 3}])
-def test_a_wrong_mask_is_refused_whatever_the_mode(algo, toy_flags, tmp_path, monkeypatch, flags):
-    real = algo.to_batch
+@each_script()
+@pytest.mark.parametrize("first_wrong", [1, 3])
+@pytest.mark.parametrize("wrong", ["mask", "NaN"])
+def test_a_wrong_mask_is_refused_in_any_iteration(algo, toy_run, monkeypatch, capsys, first_wrong, wrong):
+    """And log-probs of the sampler that are no numbers, which are not less than any limit."""
+    calls, real = [], algo.to_batch
 
     def shifted(*args):
+        calls.append(args)
+        tokens, mask, logprobs, lengths = real(*args)
+        if len(calls) < first_wrong:
+            return tokens, mask, logprobs, lengths
+        if wrong == "NaN":
+            return tokens, mask, logprobs * math.nan, lengths
+        return tokens, mask.roll(1, 1), logprobs.roll(1, 1), lengths
+
+    monkeypatch.setattr(algo, "to_batch", shifted)
+    with pytest.raises(SystemExit) as stop:
+        toy_run(total_iterations=4)
+    assert stop.value.code == 1 and len(calls) == first_wrong
+    assert capsys.readouterr().err.count("error: sampler and training pass differ by") == 1
+
+
+def test_a_wrong_mask_is_refused_once_the_actor_trains(algo, toy_run, monkeypatch):
+    """Not while the critic warms up: then nothing that is sampled is compared."""
+    real, calls = algo.to_batch, []
+
+    def shifted(*args):
+        calls.append(args)
         tokens, mask, logprobs, lengths = real(*args)
         return tokens, mask.roll(1, 1), logprobs.roll(1, 1), lengths
 
     monkeypatch.setattr(algo, "to_batch", shifted)
     with pytest.raises(SystemExit):
-        run_changed(algo, toy_flags, tmp_path, **flags)
+        toy_run(critic_warmup_iterations=1, total_iterations=3)
+    assert len(calls) == 2
 
 
 @each_script()
@@ -536,17 +635,6 @@ def test_a_run_that_has_no_checkpoint_yet_begins_anew(algo, toy_flags, tmp_path)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
 
 
-@each_script()
-def test_a_run_goes_on_with_another_script_after_a_warning(algo, toy_flags, tmp_path, capsys):
-    run_dir, _ = run_changed(algo, toy_flags, tmp_path, total_iterations=1, save_every=1)
-    about = json.loads((run_dir / "args.json").read_text())
-    assert about["num_processes"] == 1 and about["versions"].keys() >= {"torch", "transformers"}
-    (run_dir / "args.json").write_text(json.dumps(about | {"script": "my_llm.py"}))
-    capsys.readouterr()
-    run_changed(algo, toy_flags, tmp_path, total_iterations=2, resume="auto")
-    assert capsys.readouterr().out.count("warning: this run was begun by my_llm.py") == 1
-
-
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -618,21 +706,29 @@ def test_a_checkpoint_of_another_model(toy_run, tmp_path, capsys):
     refused(capsys, lambda: toy_run(lora_rank=2, **flags), "--lora-rank")
 
 
+@each_script("ppo_llm", "grpo_llm")
+def test_a_checkpoint_of_the_other_algorithm(script, toy_run, toy_flags, tmp_path, capsys):
+    run_dir, _ = toy_run(total_iterations=1, save_every=1)
+    other = load_script(ROOT / ("ppo_llm.py" if script.stem == "grpo_llm" else "grpo_llm.py"))
+    known = {field.name for field in dataclasses.fields(other.Args)}
+    flags = {name: value for name, value in (toy_flags | {"group_size": 2}).items() if name in known}
+    args = other.Args(**flags | {"output_dir": str(tmp_path / "runs"), "run_name": run_dir.name, "resume": "auto"})
+    begun = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    its = "policy, critic" if script.stem == "ppo_llm" else "policy"
+    refused(capsys, lambda: other.main(args), f"step_000001 is of another script: it has state, {its}")
+    assert begun == {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
 @each_script()
-def test_a_copy_elsewhere_says_where_the_default_model_should_be(script, tmp_path, capsys, monkeypatch):
-    shutil.copy(script, tmp_path / "alone.py")
-    spec = importlib.util.spec_from_file_location("alone", tmp_path / "alone.py")
-    alone = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(alone)
-    monkeypatch.setattr(sys, "argv", ["alone.py"])
-    refused(capsys, lambda: alone.main(alone.parse_args()), f"{tmp_path}/benchmarks/tiny", "--model")
+def test_a_classifier_is_no_policy(toy_run, tmp_path, capsys):
+    folder = make_model(tmp_path / "judge", auto_class=AutoModelForSequenceClassification, num_labels=1)
+    capsys.readouterr()
+    refused(capsys, lambda: toy_run(model=folder), f"{folder} is no AutoModelForCausalLM, it lacks the weights lm_head")
 
 
 @each_script()
 def test_a_model_that_changes_its_logits_after_the_head(toy_run, tmp_path, capsys):
-    from conftest import make_tokenizer
-    from transformers import AutoModelForCausalLM, Gemma2Config
-
     tokenizer = make_tokenizer()
     sizes = {
         "hidden_size": 32,

@@ -1,16 +1,11 @@
-"""Rewards: the user's file with its neighbours and process pools, what it is given, and classifiers as rewards."""
+"""Rewards: the user's file with its neighbours and process pools, what it is given, and what it may do wrong."""
 
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import forked, make_model, make_tokenizer, read_metrics, read_rows, toy_rows, write_rows
-from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForSequenceClassification
-
-TEMPLATE = "{% for m in messages %}{{ m.role[:1] }}#{{ m.content }}\n{% endfor %}"
-TEXTS = ["a", "what is 3 + 4?", "b" * 40, "", "#### 7", "1234567890", "x y z"]
+from conftest import ROOT, forked, make_tokenizer, read_metrics, write_rows
 
 
 @pytest.fixture
@@ -87,8 +82,10 @@ def test_a_relative_path_is_taken_from_the_working_folder(algo, tmp_path, monkey
         assert algo.load_reward(f"{place}.py:early")(["p"], ["r"], [None]) == [1]
 
 
-def test_rewards_by_name(algo):
-    assert algo.load_reward("gsm8k") is algo.gsm8k and algo.load_reward("exact") is algo.exact
+def test_a_reward_by_name_and_one_by_its_file(algo, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert algo.load_reward("gsm8k") is algo.gsm8k
+    assert algo.load_reward(f"{ROOT}/benchmarks/rewards.py:exact") is sys.modules["rewards"].exact
 
 
 # --- what it is given ------------------------------------------------------------------------------------------------
@@ -130,13 +127,16 @@ def test_a_column_named_like_an_argument_does_not_replace_it(algo, name):
     assert algo.compute_scores(f, make_tokenizer(), [row], [response]) == (["r"], [1.0])
 
 
-def test_a_rank_without_rows_asks_for_no_scores(algo):
-    """The second of two processes in an evaluation of one row."""
-    args, rank = algo.Args(model="none"), SimpleNamespace(process_index=1, num_processes=2, device="cpu")
-    rows = [{"prompt": "p", "answer": None, "columns": {}}]
+def test_a_rank_without_rows_asks_for_no_scores(algo, tmp_path):
+    """The second of two processes in an evaluation of one row: it has no part in the means, and writes nothing."""
     reward = lambda *args: pytest.fail("it was called")  # noqa: E731
-    metrics, completions = algo.evaluate(rows, lambda rows, *_, **__: [], reward, make_tokenizer(), args, rank)
-    assert set(metrics.values()) == {0.0} and not any(completions.values())
+    assert algo.compute_scores(reward, make_tokenizer(), [], []) == ([], [])
+    args, rows = algo.Args(model="none"), [{"prompt": "p", "answer": None, "columns": {}}]
+    rank = {"process_index": 1, "num_processes": 2, "is_main_process": False, "device": "cpu", "print": print}
+    rest = reward, make_tokenizer(), tmp_path, args, SimpleNamespace(**rank)
+    metrics = algo.evaluate(4, rows, lambda rows, *_: [] if not rows else pytest.fail("it sampled"), *rest)
+    assert metrics == {"eval/score": 0, "eval/score_sampled": 0, "eval/length_mean": 0}
+    assert not any(tmp_path.iterdir())
 
 
 def test_scores_may_be_anything_that_is_a_number(algo):
@@ -149,6 +149,7 @@ def test_columns_reach_the_reward_of_a_run(toy_run, tmp_path):
     rows = [{"prompt": f"p {i}", "level": i} for i in range(8)]
     (tmp_path / "reward_of_levels.py").write_text("def f(prompts, responses, answers, level):\n    return level\n")
     flags = {"dataset": write_rows(tmp_path / "rows.jsonl", rows), "reward": f"{tmp_path}/reward_of_levels.py:f"}
+    flags |= {"prompt_column": "prompt", "answer_column": None}
     _, metrics = toy_run(**flags, total_iterations=1)
     assert metrics[1]["reward/mean"] == 3.5  # one epoch: the levels 0 to 7
 
@@ -192,7 +193,7 @@ def test_a_nan_ends_the_run_before_anything_is_trained(toy_run, tmp_path, capsys
         toy_run(reward=f"{tmp_path}/reward_of_nan.py:f", eval_rows=eval_rows)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert end.value.code == 1 and len(lines) == 1 and "nan" in lines[0]
-    assert not [*tmp_path.glob("runs/*/final"), *tmp_path.glob("runs/*/best")]
+    assert not [*tmp_path.glob("runs/*/final"), *tmp_path.glob("runs/*/best*")]
 
 
 def test_an_exception_of_the_users_code_is_shown_as_it_is(toy_run, tmp_path):
@@ -212,108 +213,6 @@ def test_an_exception_of_the_users_code_is_shown_as_it_is(toy_run, tmp_path):
 def test_a_reward_file_that_cannot_be_imported(load, text, error):
     with pytest.raises(error):
         load(f"reward_{error.__name__}", text)
-
-
-# --- classifiers -----------------------------------------------------------------------------------------------------
-
-
-def make_classifier(folder, arch="llama", tokenizer=None, **config):
-    config = {"auto_class": AutoModelForSequenceClassification, "num_labels": 1, "seed": 3} | config
-    make_model(folder, arch, dropout=0.5 if arch == "gpt2" else 0.0, **config)
-    if tokenizer:
-        tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def classify(algo, folder, responses, prompt="ask"):
-    f = algo.load_reward_model(folder, torch.device("cpu"))
-    return f([prompt] * len(responses), responses, [None] * len(responses), messages=[user(prompt)] * len(responses))
-
-
-def by_hand(folder, texts, tokenizer):
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    with torch.no_grad():
-        return [model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item() for text in texts]
-
-
-@pytest.mark.parametrize("template", [None, TEMPLATE])
-@pytest.mark.parametrize("arch, pad", [("llama", "<pad>"), ("llama", None), ("gpt2", "<eos>")])
-def test_scores_are_those_of_the_classifier_run_by_hand(algo, tmp_path, arch, pad, template):
-    """Rows of unequal lengths, without dropout; also where there is no padding token, or it is the EOS."""
-    tokenizer = make_tokenizer(pad)
-    tokenizer.chat_template = template
-    folder = make_classifier(tmp_path / "rm", arch, tokenizer, pad=pad)
-    texts = [f"u#ask\na#{text}\n" if template else f"ask{text}" for text in TEXTS]
-    found = classify(algo, folder, TEXTS)
-    assert found == pytest.approx(by_hand(folder, texts, make_tokenizer(pad)), abs=1e-6)
-    assert max(found) - min(found) > 1e-2
-
-
-@pytest.mark.parametrize("template", [None, "{{ bos_token }}ask{{ messages[1].content }}"])
-def test_the_classifier_sees_one_bos(algo, tmp_path, template):
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "<eos2>"})
-    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<eos2> $A", special_tokens=[("<eos2>", 2)])
-    tokenizer.chat_template = template
-    folder = make_classifier(tmp_path / "rm", tokenizer=tokenizer)
-    expected = by_hand(folder, [f"<eos2>ask{text}" for text in TEXTS[:3]], make_tokenizer())
-    assert classify(algo, folder, TEXTS[:3]) == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_classifier_has_a_tokenizer_of_its_own(algo, tmp_path):
-    own = make_tokenizer()
-    ids = own.get_vocab()
-    text = own._tokenizer.to_str()
-    swapped = text.replace('"a":', '"a?":').replace('"b":', '"a":').replace('"a?":', '"b":')
-    own._tokenizer = type(own._tokenizer).from_str(swapped)
-    assert own("ab")["input_ids"] == [ids["b"], ids["a"]]
-    folder = make_classifier(tmp_path / "rm", tokenizer=own)
-    found = score(algo, algo.load_reward_model(folder, torch.device("cpu")), ["ab", "ba"])
-    texts = ["p0ab", "p1ba"]
-    assert found == pytest.approx(by_hand(folder, texts, own), abs=1e-6)
-    assert found != pytest.approx(by_hand(folder, texts, make_tokenizer()), abs=1e-3)
-
-
-@pytest.mark.parametrize("change", [{"padding_side": "left"}, {"padding_side": "right"}, {"pad_token": "<eos2>"}])
-def test_how_the_tokenizer_pads_changes_no_score(algo, tmp_path, change):
-    folder = make_classifier(tmp_path / "rm")
-    expected = [classify(algo, folder, [text])[0] for text in TEXTS]
-    tokenizer = make_tokenizer()
-    for name, value in change.items():
-        setattr(tokenizer, name, value)
-    tokenizer.save_pretrained(folder)
-    assert classify(algo, folder, TEXTS) == pytest.approx(expected, abs=1e-6)
-
-
-def test_a_classifier_with_two_labels_trains_nothing(toy_run, tmp_path):
-    folder = make_classifier(tmp_path / "rm", num_labels=2)
-    with pytest.raises(RuntimeError, match="2 elements"):
-        toy_run(reward_model=folder)
-    assert not [*tmp_path.glob("runs/*/final"), *tmp_path.glob("runs/*/checkpoints")]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_language_model_is_no_classifier(algo, tmp_path, capsys, tied):
-    folder = make_model(tmp_path / "lm", tie_word_embeddings=tied)
-    with pytest.raises(SystemExit) as end:
-        algo.load_reward_model(folder, torch.device("cpu"))
-    expected = f"error: {folder} is no AutoModelForSequenceClassification, it lacks the weights score.weight"
-    assert end.value.code == 1 and capsys.readouterr().err.strip() == expected
-
-
-def test_a_run_scores_with_the_classifier_and_needs_no_answers(toy_run, tmp_path):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    folder = make_classifier(tmp_path / "rm", tokenizer=tokenizer)
-    before = AutoModelForSequenceClassification.from_pretrained(folder).state_dict()
-    data = write_rows(tmp_path / "train.jsonl", [{"prompt": row["question"]} for row in toy_rows(8)])
-    run_dir, metrics = toy_run(reward="gsm8k", reward_model=folder, dataset=data, eval_dataset=data, eval_rows=3)
-    rows = read_rows(run_dir / "completions" / "step_000002.jsonl")
-    texts = [f"u#{row['prompt']}\na#{row['response']}\n" for row in rows]
-    assert [row["score"] for row in rows] == pytest.approx(by_hand(folder, texts, make_tokenizer()), abs=1e-5)
-    assert metrics[2]["reward/mean"] == pytest.approx(sum(row["score"] for row in rows) / 8, abs=1e-6)
-    after = AutoModelForSequenceClassification.from_pretrained(folder).state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 RUN_POOL = """
