@@ -142,6 +142,23 @@ def test_a_phase_lasts_until_another_begins(phases, monkeypatch):
         assert line == expected | {"time/clock": 3.0 + number * (1 + sum(seconds.values()))}
 
 
+def test_what_a_phase_starts_on_a_gpu_counts_to_it(phases, monkeypatch):
+    """Calls return at once there: the clock waits at the end of a phase, and only there."""
+    algo = StandIn()
+    monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: algo.now))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", algo.spend)
+    phases.Clock(algo)
+    algo.draw_prompts()
+    algo.to_batch()
+    algo.pack()
+    for _ in range(3):
+        with torch.no_grad():
+            algo.Policy()()
+    algo.log(1, {})
+    assert algo.lines == [{"time/rollout": 3.0, "time/reward": 1.0, "time/logprobs": 5.0, "time/clock": 10.0}]
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_the_clock_watches_is_in_every_script(phases, script):
     algo = load_script(script)
