@@ -80,8 +80,8 @@ UNDONE = {
     "logits of all positions": {
         ".last_hidden_state[mask]": ".last_hidden_state.flatten(0, 1)",
         "tokens.roll(-1, 1)[mask]": "tokens.roll(-1, 1).flatten()",
-        "torch.cat(logprobs)": "torch.cat(logprobs)[mask.flatten()]",
-        "torch.cat(entropies)": "torch.cat(entropies)[mask.flatten()]",
+        "for chunk_logprobs, _ in results])": "for chunk_logprobs, _ in results])[mask.flatten()]",
+        "for _, chunk_entropy in results])": "for _, chunk_entropy in results])[mask.flatten()]",
     },
     "AdamW not fused": {", fused=True)": ")"},
 }

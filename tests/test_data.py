@@ -467,7 +467,7 @@ def test_a_temperature_of_0_says_so_before_the_run(toy_run):
 
 
 def test_no_prompt_within_the_limit(refused, toy_data):
-    sentence = "no prompt of 1 to 5 tokens (--max-prompt-length), or no tokenizer"
+    sentence = "the tokenizer makes no prompt of 1 to 5 tokens (--max-prompt-length)"
     assert refused(max_prompt_length=5) == f"error: {toy_data}: {sentence}"
 
 

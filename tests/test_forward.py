@@ -634,7 +634,9 @@ def misled(algo, toy_run, tmp_path, monkeypatch, capsys):
 def test_a_log_prob_of_the_sampler_that_is_no_number_ends_the_run(misled, iteration):
     """One token's is enough, and it is larger than any limit: no comparison with NaN is true."""
     lines, error = misled(lambda logprobs: [math.nan, *logprobs[1:]], iteration)
-    assert lines == iteration and error.startswith("error: sampler and training pass differ by nan: ")
+    assert lines == iteration and error.startswith(
+        f"error: iteration {iteration}: sampler and training pass differ by nan"
+    )
 
 
 @each_script()
@@ -655,7 +657,9 @@ def test_a_log_prob_of_the_training_pass_that_is_no_number_ends_the_run(algo, mi
 @pytest.mark.parametrize("iteration", [1, 2, 3])
 def test_a_sampler_that_goes_astray_ends_the_run_in_whatever_iteration(misled, iteration):
     lines, error = misled(lambda logprobs: [x - 1 for x in logprobs], iteration)
-    assert lines == iteration and error.startswith("error: sampler and training pass differ by 0.")
+    assert lines == iteration and error.startswith(
+        f"error: iteration {iteration}: sampler and training pass differ by 0."
+    )
 
 
 @each_script()

@@ -542,7 +542,8 @@ def test_a_wrong_mask_is_refused_in_any_iteration(algo, toy_run, monkeypatch, ca
     with pytest.raises(SystemExit) as stop:
         toy_run(total_iterations=4)
     assert stop.value.code == 1 and len(calls) == first_wrong
-    assert capsys.readouterr().err.count("error: sampler and training pass differ by") == 1
+    sentence = f"error: iteration {first_wrong}: sampler and training pass differ by"
+    assert capsys.readouterr().err.count(sentence) == 1
 
 
 def test_a_wrong_mask_is_refused_once_the_actor_trains(algo, toy_run, monkeypatch):
