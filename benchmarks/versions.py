@@ -9,7 +9,7 @@ the letter. What only one side logs is listed. The earlier scripts come from the
 their runs in --folder, where the next comparison finds them again.
 
 Processor seconds are those of rank 0, without start and evaluation: the median over iterations 3 to 8 of a longer run
-with eight times as many responses.
+with four times as many responses.
 Of every round the ratio is taken; shown are its median, lowest and highest.
 """
 
@@ -57,7 +57,7 @@ CASES = {
 }
 
 TIMED = " --total-iterations 8 --eval-rows 0 --max-response-length 64"  # last, so that these hold
-TIMED += " --microbatch-tokens 1024 --minibatch-size 64 --batch-size {batch_size}"
+TIMED += " --microbatch-tokens 1024 --minibatch-size 32 --batch-size {batch_size}"
 # Runs a script, and notes the processor time whenever an iteration is logged.
 RUN = """
 import os, sys, time
@@ -148,7 +148,7 @@ def processor_seconds(case, scripts):
         notes = folder / "times.txt"
         program = folder / "run.py"
         program.write_text(RUN.format(folder=str(scripts), script=CASES[case][0], notes=str(notes)))
-        batch_size = 64 if "--group-size" in CASES[case][2] else 256
+        batch_size = 32 if "--group-size" in CASES[case][2] else 128
         flags = TIMED.format(batch_size=batch_size)
         call(command_of(case, scripts, folder, program, flags), folder / "console.txt")
         times = [float(line) for line in notes.read_text().split()]  # the first is from before training
