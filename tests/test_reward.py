@@ -240,3 +240,10 @@ def test_a_reward_file_may_use_process_pools(script, toy_flags, tmp_path):
     assert code == 0, console
     m = read_metrics(tmp_path / "run")[1]
     assert m["reward/mean"] > 0 and m["reward/mean"] <= 2 * m["response/length_mean"]
+
+
+def test_a_table_whose_columns_differ_in_length_is_not_written(algo, tmp_path):
+    """Cut to the shortest, one row's text would stand in another's."""
+    with pytest.raises(ValueError, match="shorter"):
+        algo.write_rows(tmp_path / "rows.jsonl", {"prompt": ["a", "b"], "score": [1.0]}, None)
+    assert not (tmp_path / "rows.jsonl").exists()
