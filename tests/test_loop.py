@@ -187,6 +187,7 @@ CHANGES = {
     "dataset": ({}, None),
     "prompt_column": ({}, "answer"),
     "chat_template": ({}, None),
+    "prompt_suffix": ({}, " quick"),
     "max_prompt_length": ({}, 17),
     "max_response_length": ({}, 9),
     "reward": ({}, f"{ROOT}/benchmarks/rewards.py:exact"),
@@ -515,7 +516,7 @@ def test_credit_lost_off_the_end_is_seen(changed, toy_flags, tmp_path):
 
 @each_script()
 def test_a_wrong_shift_is_refused_in_the_first_iteration(changed, toy_flags, tmp_path, capsys):
-    module = changed("labels = tokens.roll(-1, 1)[mask]", "labels = tokens[mask]")
+    module = changed("labels = tokens.roll(-1, 1)[actions]", "labels = tokens[actions]")
     with pytest.raises(SystemExit) as stop:
         run_changed(module, toy_flags, tmp_path)
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
