@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import ROOT, SCRIPTS, each_script, launch, read_metrics, start, untimed
+from conftest import ROOT, SCRIPTS, each_script, forked, launch, read_metrics, start, untimed
 from ranks import load_script, run_ranks, train
 from safetensors.torch import load_file
 
@@ -187,6 +187,75 @@ def test_a_sharded_checkpoint_of_the_other_algorithm(place, first, second, capsy
 def test_auto_without_a_checkpoint_begins(toy_run):
     _, metrics = toy_run(total_iterations=1, run_name="fresh", resume="auto")
     assert [m["step"] for m in metrics] == [0, 1]
+
+
+# --------------------------------------------------------------------------------------------------------- Ctrl-C
+
+# A reward that is interrupted in iteration 2, or waits to be.
+INTERRUPTED = """
+import signal
+import time
+from pathlib import Path
+
+calls = []
+
+
+def early(prompts, responses, answers):
+    calls.append(prompts)
+    if len(calls) == 2:
+        for number in [signal.{first}, signal.SIGINT][:{times}]:
+            signal.raise_signal(number)
+        Path({gate!r}).touch()
+        for _ in range({waits} * 100):
+            time.sleep(0.1)
+    return [sum(c < "m" for c in r) / max(1, len(r)) + 0.01 * len(r) for r in responses]
+"""
+
+
+def interrupted(folder, name, times=0, waits=0, first="SIGINT"):
+    (folder / f"{name}.py").write_text(
+        INTERRUPTED.format(times=times, waits=waits, first=first, gate=str(folder / "gate"))
+    )
+    return {"reward": f"{folder}/{name}.py:early", "total_iterations": 3, "save_every": 1, "run_name": "run"}
+
+
+def checkpoints_of(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+@each_script()
+@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
+def test_one_signal_finishes_the_iteration_and_saves(algo, toy_run, tmp_path, capsys, first):
+    run_dir, metrics = toy_run(**interrupted(tmp_path, f"{algo.__name__}_{first}", times=1, first=first))
+    assert [m["step"] for m in metrics] == [0, 1, 2] and checkpoints_of(run_dir) == ["step_000001", "step_000002"]
+    assert "stopped after iteration 2; --resume auto --run-name run goes on" in capsys.readouterr().out
+    assert not (run_dir / "final").exists()
+
+
+@each_script()
+@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
+def test_a_second_ctrl_c_gets_through(algo, toy_run, tmp_path, first):
+    """At once, with what was complete before, and nothing else."""
+    with pytest.raises(KeyboardInterrupt):
+        toy_run(**interrupted(tmp_path, f"{algo.__name__}_{first}_twice", times=2, first=first))
+    run_dir = tmp_path / "runs" / "run"
+    assert [m["step"] for m in read_metrics(run_dir)] == [0, 1] and checkpoints_of(run_dir) == ["step_000001"]
+
+
+def test_a_process_is_interrupted_from_outside(script, toy_flags, tmp_path):
+    """While the reward takes its time: as from a terminal, where one signal leaves it waiting."""
+    flags = toy_flags | interrupted(tmp_path, "slow_reward", waits=1) | {"output_dir": tmp_path}
+    sent = []
+
+    def meanwhile(processes):
+        if (tmp_path / "gate").exists() and len(sent) < 2:
+            time.sleep(0.3 * len(sent))  # two that come together would be one
+            os.kill(processes[0].pid, signal.SIGINT)
+            sent.append(time.monotonic())
+
+    code, console = forked(script, flags, 1, meanwhile=meanwhile, timeout=60)
+    assert code == 1 and console.rstrip().endswith("KeyboardInterrupt") and time.monotonic() - sent[1] < 5, console
+    assert checkpoints_of(tmp_path / "run") == ["step_000001"]
 
 
 # ----------------------------------------------------------------------------------------------- under the launcher
