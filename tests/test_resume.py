@@ -240,6 +240,25 @@ def test_before_the_loop_a_signal_ends_the_run_at_once(script, flags):
     assert process.returncode != 0 and not (flags["output_dir"] / "early" / "checkpoints").exists()
 
 
+@pytest.mark.slow
+@each_script("ppo_llm")
+def test_ctrl_c_saves_although_the_launcher_of_one_process_ends_at_once(script, flags, tmp_path):
+    run_dir = flags["output_dir"] / "interrupted"
+    (tmp_path / "interrupted_reward.py").write_text(WAITS.format(gate=str(tmp_path / "gate")))
+    flags = flags | {"run_name": "interrupted", "reward": f"{tmp_path}/interrupted_reward.py:early", "save_every": 0}
+    process = start(script, flags, processes=1)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(read_metrics(run_dir)) >= 2)
+    (tmp_path / "gate").touch()
+    (worker,) = workers_of(process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher and to what it started
+    wait_for(lambda: process.poll() is not None)
+    (tmp_path / "gate").unlink()
+    psutil.wait_procs([worker], timeout=200)
+    console = process.communicate()[0]
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    assert f"stopped after iteration {int(saved.name[5:])}; --resume auto" in console, console
+
+
 def start_machines(script, flags):
     """Two launchers, of one worker each, that meet at a port of this machine: as on two machines with one GPU each."""
     with socket.socket() as free:
