@@ -11,7 +11,7 @@ from dataclasses import fields
 
 import pytest
 import ranks
-from conftest import ROOT
+from conftest import ROOT, TOY_REWARD, forked, make_model, toy_rows, write_rows
 from test_project import CEILINGS, check_flags, load_benchmark, load_script
 
 NOTES = sorted((ROOT / "notes").glob("[0-9]*.md"))
@@ -195,6 +195,40 @@ def test_variants_of_which_the_notes_say_not_yet_there_are_not(name):
     """Otherwise: strike it from COMING, and mend what names it in README and notes."""
     assert not list((ROOT / "notes" / "variants").glob(f"{name}.*"))
     assert f"`{name}`" in (ROOT / "notes" / "guide.md").read_text()
+
+
+def test_the_guide_merges_an_adapter_without_loss(tmp_path):
+    """Its own lines, after a short run over a base in bfloat16, in whose steps most of the training would be lost."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = make_model(tmp_path / "model", "llama")
+    AutoModelForCausalLM.from_pretrained(base).bfloat16().save_pretrained(base)
+    (tmp_path / "reward.py").write_text(TOY_REWARD)
+    data = write_rows(tmp_path / "data.jsonl", toy_rows(8))
+    flags = {"model": base, "dataset": data, "reward": f"{tmp_path}/reward.py:early", "lora_rank": 8, "lr": 1e-4}
+    flags |= {"batch_size": 4, "group_size": 4, "minibatch_size": 4, "max_response_length": 10, "total_iterations": 1}
+    flags |= {"save_every": 0, "track": "none", "output_dir": tmp_path / "runs", "run_name": "lora"}
+    code, console = forked(ROOT / "grpo_llm.py", flags, 1)
+    assert code == 0, console
+
+    guide = (ROOT / "notes" / "guide.md").read_text()
+    (lines,) = (part for part in re.findall(r"(?ms)^```python\n(.*?)^```$", guide) if "merge_and_unload" in part)
+    subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, check=True)
+
+    adapter = load_file(tmp_path / "runs/lora/final/adapter_model.safetensors")
+    old, new = (AutoModelForCausalLM.from_pretrained(folder, dtype="float32") for folder in (base, tmp_path / "merged"))
+    rounded = []
+    for name in [name for name in adapter if "lora_A" in name]:
+        place = name.removeprefix("base_model.model.").replace("lora_A.", "")
+        was, now = old.get_parameter(place), new.get_parameter(place)
+        trained = 2 * adapter[name.replace("lora_A", "lora_B")] @ adapter[name]  # lora_alpha is twice the rank
+        torch.testing.assert_close(now, was + trained, rtol=0, atol=1e-7)
+        rounded.append(((was + trained).bfloat16().float() == was).float().mean().item())
+    assert min(rounded) > 0.5  # what a sum in bfloat16 would leave as it was
+    AutoTokenizer.from_pretrained(tmp_path / "merged")  # so that --model can name the folder
 
 
 def test_commands_of_the_notes_are_legal():
