@@ -170,6 +170,7 @@ RUN_FOLDER = "runs", "completions", "checkpoints", "final"
 # Of launchers and of other projects.
 OTHERS = {"--multi_gpu", "--num_processes", "--machine_rank", "--mixed_precision", "--compile", "trust_remote_code"}
 OTHERS |= {"HF_HOME", "HF_TOKEN", "HF_ENDPOINT", "--index-url", "--local-dir", "--logdir"}  # of pip, hf and tensorboard
+OTHERS |= {"PYTORCH_ALLOC_CONF"}  # of torch
 # What left the scripts, with 0.1.0 and with 0.2: named only in a section that names the version.
 GONE_FLAGS = (
     "prompt-template overlong-prompts dynamic-sampling max-resamples overlong-buffer overlong-penalty importance-level"
@@ -361,6 +362,32 @@ def test_the_defaults_fit_a_card_of_24_gb():
         terms = memory["budget"](memory["SHAPES"]["Qwen2.5-0.5B"], microbatches=32, **sizes | kind)
         assert terms["peak"] < 23e9, name  # 24 GB, but for what CUDA and the allocator take
         assert memory["budget"](memory["SHAPES"]["Qwen2.5-0.5B"], **kind)["peak"] == terms["peak"]  # they are budget's
+
+
+def test_the_settings_by_card_are_those_that_fit():
+    """The guide's tables are what memory.py prints; a cell fits with its margin, and nothing before it does."""
+    memory = runpy.run_path(str(ROOT / "notes" / "memory.py"))
+    guide, found = (ROOT / "notes" / "guide.md").read_text(), 0
+    for model, shape in memory["SHAPES"].items():
+        assert f"**{model}**\n\n{memory['settings_table'](shape)}\n\n" in guide
+        for options, card in itertools.product(memory["SCRIPTS"].values(), memory["CARDS"]):
+            cell, room = memory["settings"](shape, card, **options), 0.9e9 * card
+            n = options.get("processes", 1)
+
+            def fits(rows, tokens, checkpointing):
+                sizes = {"rows": rows, "tokens": tokens, "checkpointing": checkpointing}
+                return memory["budget"](shape, **options, **sizes)["peak"] <= room
+
+            if cell is None:
+                assert not fits(1, 1024, True)
+                continue
+            found += 1
+            rows, tokens, checkpointing = cell
+            assert fits(*cell) and rows <= 256 / n and 1024 <= tokens <= min(16384, 65536 / n)
+            assert rows == 256 / n or not fits(2 * rows, tokens, checkpointing)
+            assert tokens == min(16384, 65536 / n) or not fits(rows, 2 * tokens, checkpointing)
+            assert tokens >= 4096 if not checkpointing else not fits(rows, 4096, False)
+    assert found > 50
 
 
 def test_the_walk_is_the_whole_loop_and_every_difference():
