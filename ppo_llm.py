@@ -635,10 +635,9 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
     losses = torch.where(mask, losses, 0)
     if mode == "token-mean":  # [5.6]
         return losses.sum() / max(num_tokens, 1)
+    sequence_losses = losses.sum(1)  # (B,)
     if mode == "seq-mean-token-mean":
-        sequence_losses = masked_mean(losses, mask, 1)  # (B,)
-    else:
-        sequence_losses = losses.sum(1)  # (B,)
+        sequence_losses = masked_mean(losses, mask, 1)
     if mode == "seq-mean-token-sum-norm":
         sequence_losses = sequence_losses / max_response_length
     return sequence_losses.sum() / max(num_sequences, 1)
