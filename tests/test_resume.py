@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from unittest import mock
@@ -203,8 +204,8 @@ calls = []
 def early(prompts, responses, answers):
     calls.append(prompts)
     if len(calls) == 2:
-        for number in [signal.{first}, signal.SIGINT][:{times}]:
-            signal.raise_signal(number)
+        for name in {signals}:
+            signal.raise_signal(signal.Signals[name])
         Path({gate!r}).touch()
         for _ in range({waits} * 100):
             time.sleep(0.1)
@@ -212,10 +213,10 @@ def early(prompts, responses, answers):
 """
 
 
-def interrupted(folder, name, times=0, waits=0, first="SIGINT"):
-    (folder / f"{name}.py").write_text(
-        INTERRUPTED.format(times=times, waits=waits, first=first, gate=str(folder / "gate"))
-    )
+def interrupted(folder, signals, waits=0):
+    name = "_".join(["reward_of", folder.name, *signals])
+    text = INTERRUPTED.format(signals=signals, waits=waits, gate=str(folder / "gate"))
+    (folder / f"{name}.py").write_text(text)
     return {"reward": f"{folder}/{name}.py:early", "total_iterations": 3, "save_every": 1, "run_name": "run"}
 
 
@@ -225,26 +226,26 @@ def checkpoints_of(run_dir):
 
 @each_script()
 @pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
-def test_one_signal_finishes_the_iteration_and_saves(algo, toy_run, tmp_path, capsys, first):
-    run_dir, metrics = toy_run(**interrupted(tmp_path, f"{algo.__name__}_{first}", times=1, first=first))
+def test_one_signal_finishes_the_iteration_and_saves(toy_run, tmp_path, capsys, first):
+    run_dir, metrics = toy_run(**interrupted(tmp_path, [first]))
     assert [m["step"] for m in metrics] == [0, 1, 2] and checkpoints_of(run_dir) == ["step_000001", "step_000002"]
     assert "stopped after iteration 2; --resume auto --run-name run goes on" in capsys.readouterr().out
     assert not (run_dir / "final").exists()
 
 
 @each_script()
-@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
-def test_a_second_ctrl_c_gets_through(algo, toy_run, tmp_path, first):
-    """At once, with what was complete before, and nothing else."""
+@pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
+def test_a_second_ctrl_c_gets_through(toy_run, tmp_path, second):
+    """At once, with what was complete before, and nothing else. A launcher passes it on as SIGTERM."""
     with pytest.raises(KeyboardInterrupt):
-        toy_run(**interrupted(tmp_path, f"{algo.__name__}_{first}_twice", times=2, first=first))
+        toy_run(**interrupted(tmp_path, ["SIGINT", second]))
     run_dir = tmp_path / "runs" / "run"
     assert [m["step"] for m in read_metrics(run_dir)] == [0, 1] and checkpoints_of(run_dir) == ["step_000001"]
 
 
 def test_a_process_is_interrupted_from_outside(script, toy_flags, tmp_path):
     """While the reward takes its time: as from a terminal, where one signal leaves it waiting."""
-    flags = toy_flags | interrupted(tmp_path, "slow_reward", waits=1) | {"output_dir": tmp_path}
+    flags = toy_flags | interrupted(tmp_path, [], waits=1) | {"output_dir": tmp_path}
     sent = []
 
     def meanwhile(processes):
@@ -375,3 +376,52 @@ def test_before_the_loop_a_signal_ends_the_run_at_once(script, flags):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=200)
     assert process.returncode != 0 and not (flags["output_dir"] / "early" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@each_script("ppo_llm")
+def test_ctrl_c_saves_although_the_launcher_of_one_process_ends_at_once(script, flags, tmp_path):
+    run_dir = flags["output_dir"] / "interrupted"
+    (tmp_path / "interrupted_reward.py").write_text(WAITS.format(gate=str(tmp_path / "gate")))
+    flags = flags | {"run_name": "interrupted", "reward": f"{tmp_path}/interrupted_reward.py:early", "save_every": 0}
+    process = start(script, flags, processes=1)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(read_metrics(run_dir)) >= 2)
+    (tmp_path / "gate").touch()
+    (worker,) = workers_of(process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher and to what it started
+    wait_for(lambda: process.poll() is not None)
+    (tmp_path / "gate").unlink()
+    psutil.wait_procs([worker], timeout=200)
+    console = process.communicate()[0]
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    assert f"stopped after iteration {int(saved.name[5:])}; --resume auto" in console, console
+
+
+def start_machines(script, flags):
+    """Two launchers, of one worker each, that meet at a port of this machine: as on two machines with one GPU each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+    return [start(script, flags, machine=[*words, "--machine_rank", str(rank)]) for rank in range(2)]
+
+
+@pytest.mark.slow
+@each_script("ppo_llm", "ppo_llm_fsdp")
+def test_two_machines_killed_and_resumed_are_two_processes_of_one(script, flags, unbroken, tmp_path):
+    run_dir = flags["output_dir"] / "machines"
+    (tmp_path / "machines_reward.py").write_text(WAITS.format(gate=str(tmp_path / "gate")))
+    flags = flags | {"run_name": "machines", "reward": f"{tmp_path}/machines_reward.py:early"}
+    machines = start_machines(script, flags)
+    wait_for(lambda: (run_dir / "checkpoints" / "step_000003").exists())
+    (tmp_path / "gate").touch()  # the ranks wait here, in iteration 4 or later
+    workers = [workers_of(process) for process in machines]
+    assert [len(own) for own in workers] == [1, 1]
+    os.kill(workers[1][0].pid, signal.SIGKILL)
+    (tmp_path / "gate").unlink()
+    assert all(process.communicate(timeout=200) and process.returncode != 0 for process in machines)
+    assert len(read_metrics(run_dir)) < 7 and not (run_dir / "final").exists()
+    consoles = [process.communicate(timeout=400)[0] for process in start_machines(script, flags | {"resume": "auto"})]
+    for console in consoles:  # each machine shows its own
+        assert "2 process(es) on cpu" in console and f"run folder {run_dir}, from iteration 4\n" in console, console
+    same_end(run_dir, unbroken)
