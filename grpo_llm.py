@@ -175,9 +175,8 @@ def main(args: Args):
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # a flag of DDP's that torch 2.13 renames
     num_gpus = torch.cuda.device_count()
-    if num_gpus > 0 and os.environ.get("LOCAL_RANK") == str(
-        num_gpus
-    ):  # the first of the ranks that find no GPU says so
+    if num_gpus > 0 and os.environ.get("LOCAL_RANK") == str(num_gpus):
+        # The first of the ranks that find no GPU says so.
         fail(f"more processes than GPUs: lower --num_processes to {num_gpus}", alone=True)
     bf16 = args.dtype == "bfloat16"
     if args.dtype == "auto" and num_gpus > 0:
