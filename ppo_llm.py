@@ -48,6 +48,7 @@ import zlib
 from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Literal
@@ -57,8 +58,8 @@ import torch
 import torch.distributed as dist
 import transformers
 import tyro
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object, set_seed, tqdm
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import broadcast_object_list, gather_object, set_seed, tqdm
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -76,6 +77,10 @@ Response = namedtuple("Response", "ids logprobs truncated")
 NOT_SAMPLED = math.inf
 SHOWN = "reward/mean", "kl/mean", "response/length_mean", "rollout/logprob_diff", "time/iteration"  # on the console
 LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+# The least values of flags; that of every other number is 0. Below them a run would crash in an obscure place, or train
+# in silence what nobody asked for.
+SIZES = "batch_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
+LEAST = {"temperature": 0.01, "entropy_coef": -math.inf} | dict.fromkeys(SIZES.split(), 1)
 
 
 @dataclass
@@ -95,6 +100,7 @@ class Args:
     prompt_column: str = "question"  # of texts, or of chats
     answer_column: str | None = "answer"  # of reference answers, or verl's `reward_model`; None: there are none
     chat_template: str | None = None  # Jinja file; none: prompts stay text (default: the tokenizer's, if any)
+    prompt_suffix: str | None = None  # follows each text prompt (default: with gsm8k the request for a "####", else "")
     max_prompt_length: int = 512  # in tokens; longer prompts are left out
     max_response_length: int = 512  # in tokens; a response without an EOS by then is truncated
     reward: str = "gsm8k"  # gsm8k (number after the last ####), or file.py:function(prompts, responses, answers)
@@ -115,7 +121,7 @@ class Args:
     warmup_iterations: int = 0  # first iterations, in which learning rates rise from 0
     critic_warmup_iterations: int = 0  # first iterations, in which only the critic is trained
     weight_decay: float = 0.0  # of AdamW
-    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
+    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm (0: never)
     clip_low: float = 0.2  # the ratio is clipped below 1 - this
     clip_high: float = 0.2  # the ratio is clipped above 1 + this
     entropy_coef: float = 0.0  # weight of the entropy bonus
@@ -149,7 +155,7 @@ EMBEDDED = {
     "model": f"{TINY}/model",
     "dataset": f"{TINY}/train.jsonl",
     "eval_dataset": f"{TINY}/test.jsonl",
-    "max_prompt_length": 256,
+    "prompt_suffix": "",
     "max_response_length": 64,
     "total_iterations": 40,
     "microbatch_tokens": 1024,
@@ -171,29 +177,31 @@ def main(args: Args):
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # a flag of DDP's that torch 2.13 renames
     num_gpus = torch.cuda.device_count()
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if num_gpus > 0 and local_rank == num_gpus:  # the first of the ranks that find no GPU says so
+    if num_gpus > 0 and os.environ.get("LOCAL_RANK") == str(
+        num_gpus
+    ):  # the first of the ranks that find no GPU says so
         fail(f"more processes than GPUs: lower --num_processes to {num_gpus}", alone=True)
     bf16 = args.dtype == "bfloat16"
     if args.dtype == "auto" and num_gpus > 0:
-        bf16 = torch.cuda.is_bf16_supported()
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     # Ranks run different numbers of passes: DDP must not exchange module buffers in each, or it would wait for ever.
     # Gradients that are views of the buckets in which DDP exchanges them save a copy.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    # While one process fetches a model, or scores, the others wait: by themselves NCCL's for no more than ten minutes.
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=1))
     precision = "bf16" if bf16 else "no"
     tracker = None if args.track == "none" else args.track
-    accelerator = Accelerator(
-        cpu=num_gpus == 0,  # otherwise two launched CPU processes would each believe to be alone
-        mixed_precision=precision,
-        log_with=tracker,
-        project_dir=args.output_dir,
-        kwargs_handlers=[ddp],
-    )
+    options = {"log_with": tracker, "project_dir": args.output_dir, "kwargs_handlers": [ddp, patience]}
+    # Without cpu=True two launched CPU processes would each believe to be alone.
+    accelerator = Accelerator(cpu=num_gpus == 0, mixed_precision=precision, **options)
     rank = accelerator.process_index
     world_size = accelerator.num_processes
     device = accelerator.device
     if "ACCELERATE_USE_FSDP" in os.environ or "ACCELERATE_USE_DEEPSPEED" in os.environ:
         fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: launch without")
+    for name, value in asdict(args).items():
+        if isinstance(value, int | float) and not value >= LEAST.get(name, 0):  # so that NaN fails, too
+            fail(f"--{name.replace('_', '-')} is {value}, its least value is {LEAST.get(name, 0)}")
     if args.batch_size % args.minibatch_size or args.minibatch_size % world_size:
         fail(f"--batch-size must be a multiple of --minibatch-size, and that of the {world_size} processes")
     run_dir, checkpoint_dir = find_run(args)
@@ -218,8 +226,7 @@ def main(args: Args):
 
     # `policy_model` is a plain transformers model: it is sampled from and saved. `policy` is the module around it:
     # every gradient goes through that.
-    policy_model = load_model(args.model, AutoModelForCausalLM)
-    policy_model = add_lora(policy_model, args.lora_rank, task_type="CAUSAL_LM")
+    policy_model = add_lora(load_model(args.model, AutoModelForCausalLM), args.lora_rank, task_type="CAUSAL_LM")
     policy = wrap(Policy(policy_model, args.temperature))
     # take_step sets the learning rates.
     policy_optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=args.weight_decay, fused=True)
@@ -231,35 +238,38 @@ def main(args: Args):
     trainees["critic"] = (critic_model, critic_optimizer)
 
     use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.3]
-    use_lora = args.lora_rank > 0
     reference = policy  # unused without a KL; with LoRA the same weights, the adapter switched off in phase 3
-    if use_reference and not use_lora:
+    if use_reference and args.lora_rank == 0:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
         reference = wrap(Policy(reference_model, args.temperature))
+
+    # What an optimizer trains beside its model would be missing in a checkpoint, and its gradient would not be clipped.
+    for name, (trained_model, optimizer) in trainees.items():
+        held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        if held != set(trained_parameters(trained_model).values()):
+            fail(f"trainees: the optimizer of {name} must hold exactly the trained parameters of its model")
 
     # A checkpoint holds `trainees`, weights and optimizers, and this dictionary: put here what else must survive a
     # restart. It must be equal on all ranks, as rank 0 alone saves it. A key that a checkpoint lacks keeps the value
     # given here.
-    state = {"iteration": 0, "best_score": -math.inf}
-    kept_lines = 0  # of metrics.jsonl: one is from before training, then one for each iteration
+    state = {"iteration": 0, "prompts": 0, "best_score": -math.inf}
     if checkpoint_dir:
-        state |= load_checkpoint(checkpoint_dir, trainees)
-        kept_lines = state["iteration"] + 1
+        saved = load_checkpoint(checkpoint_dir, trainees)
+        state |= {"prompts": saved["iteration"] * args.batch_size} | saved  # version 0.2 did not count prompts
     first_iteration = state["iteration"] + 1
+    # Lines of metrics.jsonl: one is from before training, then one for each iteration.
+    kept_lines = first_iteration if checkpoint_dir else 0
     eos_ids = collect_eos_ids(policy_model, tokenizer)
     open_run(run_dir, args, kept_lines, accelerator)
 
-    num_minibatches = args.batch_size // args.minibatch_size
     accelerator.print(
         f"{Path(__file__).name}: {world_size} process(es) on {device.type}, {'bfloat16' if bf16 else 'float32'}\n"
         f"  policy     {args.model}: {policy_model.num_parameters():,} parameters, lr {args.lr}, EOS ids {eos_ids}\n"
         f"  critic     {args.critic_model or args.model}, lr {args.critic_lr}\n"
         f"  KL         to the start: {args.kl_reward_coef} in the reward, {args.kl_loss_coef} in the loss\n"
         f"  train      {train_summary}; the first ends in {train_rows[0]['prompt'][-60:]!r}\n"
-        f"  passes     {args.total_iterations * args.batch_size / len(train_rows):.2g} over these rows, in all\n"
         f"  eval       {test_summary}; the first {len(test_rows)} are evaluated\n"
-        f"  batch      {args.batch_size} responses = {num_minibatches} minibatches of {args.minibatch_size} "
-        f"({args.minibatch_size // world_size} per process) x {args.ppo_epochs} epoch(s)\n"
+        f"  batch      {args.batch_size} responses, minibatches of {args.minibatch_size}, {args.ppo_epochs} epoch(s)\n"
         f"  run folder {run_dir}, from iteration {first_iteration}"
     )
 
@@ -290,7 +300,7 @@ def main(args: Args):
         trained_model, optimizer = trainees[name]
         for group in optimizer.param_groups:
             group["lr"] = lr
-        norm = nn.utils.clip_grad_norm_(trained_model.parameters(), args.max_grad_norm).item()
+        norm = nn.utils.clip_grad_norm_(trained_model.parameters(), args.max_grad_norm or math.inf).item()
         if not math.isfinite(norm):
             fail(f"iteration {state['iteration']}, step {step} of the {name}: gradient norm {norm}")
         optimizer.step()
@@ -304,8 +314,13 @@ def main(args: Args):
     # From here on SIGTERM and Ctrl-C let the iteration end, save a checkpoint, and stop. The launcher kills what has
     # not ended 30 s after it passed the signal on; an iteration that takes longer is lost.
     signals = []
+
+    def stop_soon(number, _):
+        signals.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # another Ctrl-C gets through
+
     for number in signal.SIGTERM, signal.SIGINT:
-        signal.signal(number, lambda *_: signals.append("stop"))
+        signal.signal(number, stop_soon)
     # Forked workers, of a reward function's pool say, must still die of SIGTERM.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
@@ -317,8 +332,8 @@ def main(args: Args):
 
         # 1. Rollout: a response to each of this rank's prompts. Of W ranks, rank r takes the prompts r, r+W, r+2W, ...
         # of the global batch, and their noise: so minibatch k, a piece of each rank's, is the same rows at any W.
-        start = (iteration - 1) * args.batch_size
-        rows = draw_prompts(train_rows, start, args.batch_size, args.seed)[rank::world_size]  # [7.2]
+        rows = draw_prompts(train_rows, state["prompts"], args.batch_size, args.seed)[rank::world_size]  # [7.2]
+        state["prompts"] += args.batch_size
         shape = args.batch_size, args.max_response_length
         stream = random_stream("rollout", args.seed, iteration)
         uniforms = torch.rand(shape, generator=stream, dtype=torch.float64)[rank::world_size]  # [7.3] (B,T)
@@ -350,10 +365,10 @@ def main(args: Args):
         old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
         ref_logprobs = old_logprobs  # without a reference every KL is 0
         if use_reference:
-            if use_lora:
+            if reference is policy:
                 policy_model.disable_adapters()  # [4.11]
             ref_logprobs = forward_all(reference, minibatches, tokens, mask)
-            if use_lora:
+            if reference is policy:
                 policy_model.enable_adapters()
 
         # 4. Values of the states before each action.
@@ -455,8 +470,7 @@ def main(args: Args):
         # Evaluate, log, save, stop.
         if LAUNCHED and os.getppid() != PARENT:
             sys.exit("error: the launcher has gone, so this process ends; go on with --resume")
-        is_last = iteration == args.total_iterations
-        if is_last or (args.eval_every and iteration % args.eval_every == 0):
+        if iteration == args.total_iterations or (args.eval_every and iteration % args.eval_every == 0):
             completions = {"prompt": [row["prompt"] for row in rows], "response": texts, "score": scores.tolist()}
             write_rows(run_dir / f"completions/step_{iteration:06d}.jsonl", completions, accelerator)
             metrics |= evaluate(iteration, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
@@ -637,13 +651,14 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
 def load_model(name, auto_class, new_head=(), **config_options):
     """A model in float32 without dropout; only safetensors, no remote code. Missing weights are an error, but for those
     of a new head (`new_head`: how their names may begin), which start at zero."""
+    if Path(name, "adapter_config.json").exists():
+        fail(f"{name} is an adapter: merge it with its base model first")
     config = AutoConfig.from_pretrained(name, **config_options)
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):  # with dropout two passes of the same weights would differ
             setattr(config, key, 0.0)
-    model, info = auto_class.from_pretrained(
-        name, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-    )
+    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    model, info = auto_class.from_pretrained(name, config=config, **options)
     for key in sorted(info["missing_keys"]):
         if not key.startswith(new_head):  # true of any key if new_head is ()
             fail(f"{name} is no {auto_class.__name__}, it lacks the weights {key}")
@@ -671,8 +686,9 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask):
         """tokens, mask (B,L) -> logprobs, entropy (B,L) in fp32, 0 outside the mask."""
-        hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state[mask]  # (n,H) of the n actions alone
-        labels = tokens.roll(-1, 1)[mask]  # [1.7] the one shift: state i predicts token i+1
+        actions = mask.nonzero(as_tuple=True)  # (n,) twice; a mask as index would keep a GPU waiting at each use
+        hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state[actions]  # (n,H) of the actions alone
+        labels = tokens.roll(-1, 1)[actions]  # [1.7] the one shift: state i predicts token i+1
         # Logits exist for a chunk at a time; the backward pass computes them again.
         size = max(1, self.chunk_elements // self.model.config.get_text_config().vocab_size)
         chunks = zip(hidden.split(size), labels.split(size))
@@ -743,8 +759,7 @@ def draw_prompts(rows, start, count, seed):
     data_epoch, first = divmod(start, len(rows))
     order = []
     while len(order) < first + count:
-        stream = random_stream("epoch", seed, data_epoch)
-        order += torch.randperm(len(rows), generator=stream).tolist()
+        order += torch.randperm(len(rows), generator=random_stream("epoch", seed, data_epoch)).tolist()
         data_epoch += 1
     return [rows[i] for i in order[first : first + count]]
 
@@ -784,8 +799,7 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     # inputs: what is fed in this step, the prompts at t = 0, then the last token (b,1) of the b rows that are left. Row
     # j writes the response slots[j].
     for t in range(uniforms.shape[1]):
-        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-        positions = positions[:, -inputs.shape[1] :]  # those of the inputs
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -inputs.shape[1] :]  # those of the inputs
         output = model(inputs.clamp(min=0), attention_mask=attention_mask, position_ids=positions, **options)
         logits = output.logits[:, -1]
         tokens[slots, t], logprobs[slots, t] = sample_tokens(logits, uniforms[slots, t], temperature)
@@ -868,8 +882,8 @@ def forward_all(module, minibatches, tokens, mask):
 # Data and rewards
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Added to a chat's question that does not ask for "####" itself: a model that has never seen GSM8K would not write it,
-# and always score 0. The words are verl's.
+# Follows a question that does not ask for "####" itself: a model that never saw GSM8K would not write it, and always
+# score 0. The words are verl's.
 GSM8K_REQUEST = ' Let\'s think step by step and output the final answer after "####".'
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -877,6 +891,8 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 def read_splits(source):
     """{split: table} of a file (it is all `train`), of a folder saved by `datasets` or of a hub id `name[:config]`."""
     path = Path(source)
+    if path.is_file() and path.stat().st_size < 4:  # `[]` and a line end, say
+        fail(f"{source} is empty")
     if path.suffix in READERS:
         return datasets.load_dataset(READERS[path.suffix], data_files=source)
     if not path.is_dir():
@@ -891,7 +907,7 @@ def read_data(args):
     if args.eval_dataset is None:
         return splits["train"], splits.get("test")
     named = read_splits(args.eval_dataset)
-    return splits["train"], named.get("test", next(iter(named.values())))
+    return splits["train"], named.get("test", [*named.values()][-1])  # the last: in front comes `train`
 
 
 def load_prompts(source, table, args, tokenizer):
@@ -912,10 +928,12 @@ def load_prompts(source, table, args, tokenizer):
         answer = record.get(args.answer_column)
         if isinstance(answer, dict):  # verl's column reward_model
             answer = answer["ground_truth"]
-        if args.reward == "gsm8k" and gsm8k_number(f"####{answer}") is None:  # see `gsm8k`
-            fail(f"{source}, row {number}: --reward gsm8k needs a reference answer, this is {answer!r}")
+        if args.reward == "gsm8k" and gsm8k_number(f"####{answer}", whole=True) is None:  # see `gsm8k`
+            fail(f"{source}, row {number}: --reward gsm8k needs one number as reference answer, this is {answer!r}")
         if isinstance(messages, str):  # a text: one turn of the user
-            if use_chat and args.reward == "gsm8k" and "####" not in messages:
+            if args.prompt_suffix is not None:
+                messages += args.prompt_suffix
+            elif args.reward == "gsm8k" and "####" not in messages:
                 messages += GSM8K_REQUEST
             messages = [{"role": "user", "content": messages}]
         if use_chat:  # the template writes the BOS itself
@@ -932,16 +950,19 @@ def load_prompts(source, table, args, tokenizer):
     return rows, f"{source} ({kind}): {len(rows)} rows, {len(table) - len(rows)} left out"
 
 
-def gsm8k_number(text):
-    """The number after the last '####' as a Decimal; None if there is none. '#### $-1,234.' is -1234."""
+def gsm8k_number(text, whole=False):
+    """The number after the last '####' as a Decimal; None if there is none. '#### $-1,234.' is -1234.
+
+    whole: None, too, if more than a number, its unit and a full stop is there, so that 3/4 or 1,2,3 is not half read.
+    """
     _, mark, tail = text.rpartition("####")
     # A sign, a currency, perhaps the sign there; then digits with commas, and a fraction.
     match = re.match(r"([-+]?) ?[$€£]? ?([-+]?)((?:\d[\d,]*)?\.?\d+)", tail.lstrip())
     if not mark or not match:
         return None
-    sign = match[1] or match[2]
-    digits = match[3].replace(",", "")
-    return Decimal(sign + digits)
+    if whole and not re.fullmatch(r"[-+\s$€£]*(\d{1,3}(,\d{3})+|\d*)(\.\d+)? ?[$€£%°]?\.?\s*", tail):
+        return None
+    return Decimal((match[1] or match[2]) + match[3].replace(",", ""))
 
 
 def gsm8k(prompts, responses, answers):
@@ -961,10 +982,14 @@ def load_reward(spec):
     if spec == "gsm8k":
         return gsm8k
     path, _, name = spec.rpartition(":")
-    if not path.endswith(".py"):
-        fail(f"--reward {spec}: it should be gsm8k or path/to/file.py:function")
+    stem = Path(path).stem
+    if not path.endswith(".py") or "." in stem:
+        fail(f"--reward {spec}: it should be gsm8k or path/to/file.py:function, with no other dot in the file's name")
     sys.path.insert(0, os.path.dirname(path))  # imported, so that its neighbours and process pools work
-    return getattr(importlib.import_module(Path(path).stem), name)
+    module = importlib.import_module(stem)
+    if Path(module.__spec__.origin).resolve() != Path(path).resolve():
+        fail(f"--reward {spec}: Python has another module {stem}, {module.__spec__.origin}: rename the file")
+    return getattr(module, name)
 
 
 def compute_scores(reward_function, tokenizer, rows, responses):
@@ -1038,10 +1063,12 @@ def find_run(args):
     """(folder of the run, checkpoint to go on from or None)."""
     if args.resume not in (None, "auto"):
         checkpoint_dir = Path(args.resume).resolve()
-        newest = max(checkpoint_dir.parent.glob("step_*"), default=None)
-        if checkpoint_dir != newest:
-            fail(f"{checkpoint_dir} is not the newest checkpoint of its run, which is {newest}: move that away first")
-        return checkpoint_dir.parents[1], checkpoint_dir
+        run_dir = checkpoint_dir.parent.parent
+        newest = max(run_dir.glob("checkpoints/step_*"), default=None)
+        is_run = (run_dir / "args.json").exists() and args.run_name in (None, run_dir.name)
+        if checkpoint_dir != newest or not is_run:
+            fail(f"--resume takes the newest checkpoint of a run (in {run_dir}: {newest}), and no other --run-name")
+        return run_dir, checkpoint_dir
     name = args.run_name or f"{Path(__file__).stem}-{args.seed}"
     if args.run_name is None and args.resume is None:  # with the time in it --resume auto would not find it
         name += time.strftime("-%Y%m%d-%H%M%S")
