@@ -5,7 +5,7 @@
     python benchmarks/faults.py delays 8         one process 20 seconds late at random points: the same weights?
     python benchmarks/faults.py soak 2000        2,000 iterations with everything on: memory, speed, file handles
     python benchmarks/faults.py disk 12          the disk is full at some moment, then larger; or read-only (as root)
-    python benchmarks/faults.py inputs 73        what users get wrong in data, models, rewards, flags, checkpoints
+    python benchmarks/faults.py inputs 183       what users get wrong in data, models, rewards, flags, checkpoints
 
 Two processes on CPU (`inputs`: one), the embedded model and small batches. The scripts take turns, with the fourth that
 they compose; --scripts names fewer. They are copied first, so that they can be worked on meanwhile. Results go to
@@ -33,6 +33,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -453,11 +454,11 @@ def model_of(change, flags=""):
 
 
 def json_of(file, **fields):
-    """A JSON file of the model with other fields; those that are None are taken out."""
+    """A JSON file of the model with other fields."""
 
     def change(folder):
-        content = json.loads((folder / file).read_text()) | fields
-        (folder / file).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+        content = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(content | fields))
 
     return change
 
@@ -624,19 +625,22 @@ EXACT = f"--reward {ROOT}/benchmarks/rewards.py:exact"
 INVERSE = "self.inverse_temperature = 1 / temperature"
 LOGITS = "logits = output.logits[:, -1]"
 ROLLOUT = "responses = rollout(rows, uniforms, args.temperature)"
-ADDED = 'policy_model = add_lora(policy_model, args.lora_rank, task_type="CAUSAL_LM")'
+ADDED = 'policy_model = add_lora(load_model(args.model, AutoModelForCausalLM), args.lora_rank, task_type="CAUSAL_LM")'
 SAMPLER = "responses += generate(policy_model,", "responses += generate(sampler,"
 
 
 def gold(text):
     """A reference answer of which no part may be taken for the whole."""
     row = {"question": "2?", "answer": text}
-    return Case(rows_of(QUESTION, row), "row 2: .*(?i:one number).*" + re.escape(repr(text)))
+    return Case(
+        rows_of(QUESTION, row),
+        "row 2: --reward gsm8k needs one number as reference answer, this is " + re.escape(repr(text)),
+    )
 
 
 def size(flag, value, least, only=SCRIPTS):
     """A flag below its least value."""
-    pattern = rf"--{flag} is {re.escape(value)}, its (?i:least value) is {re.escape(least)}$"
+    pattern = rf"--{flag} is {re.escape(value)}, its least value is {re.escape(least)}$"
     return Case(flags_of(f"--{flag} {value}"), pattern, only=only)
 
 
@@ -652,13 +656,13 @@ def suffix(prepare, right):
 
 INPUTS = {
     # files of data
-    "an empty file": Case(rows_of(), r"(?i)train\.jsonl.* is empty"),
-    "a file of white space": Case(bytes_of(b" \n\n"), r"(?i)train\.jsonl.* is empty"),
-    "an empty CSV": Case(bytes_of(b"", "train.csv"), r"(?i)train\.csv.* is empty"),
-    "a CSV of its header alone": Case(rows_of("question,answer", name="train.csv"), r"(?i)train\.csv.* is empty"),
-    "JSON that is an empty list": Case(rows_of("[]", name="train.json"), r"(?i)train\.json.* is empty"),
-    "Parquet without rows": Case(parquet_of({"question": [], "answer": []}), r"(?i)train\.parquet.* is empty"),
-    "empty test data": Case(eval_of(), r"(?i)test\.jsonl.* is empty"),
+    "an empty file": Case(rows_of(), r"train\.jsonl.* is empty$"),
+    "a file of white space": Case(bytes_of(b" \n" * 20), r"train\.jsonl.* is empty$"),
+    "an empty CSV": Case(bytes_of(b"", "train.csv"), r"train\.csv.* is empty$"),
+    "a CSV of its header alone": Case(rows_of("question,answer", name="train.csv"), r"train\.csv.* is empty$"),
+    "JSON that is an empty list": Case(rows_of("[]", name="train.json"), r"train\.json.* is empty$"),
+    "Parquet without rows": Case(parquet_of({"question": [], "answer": []}), r"train\.parquet.* is empty$"),
+    "empty test data": Case(eval_of(), r"test\.jsonl.* is empty$"),
     "no such file": Case(flags_of("--dataset {c}/no.jsonl"), r"FileNotFoundError.*no\.jsonl"),
     "a file name with a typing error": Case(flags_of("--dataset {c}/train.josnl"), r"FileNotFoundError.*train\.josnl"),
     "a file that may not be read": Case(locked("train.jsonl", 0), r"PermissionError.*train\.jsonl"),
@@ -734,8 +738,13 @@ INPUTS = {
     "chats for a model without a template": Case(
         rows_of(CHAT, flags="--prompt-column prompt"), None, prompts_are(lambda prompt: prompt == "Add.\n1+1?")
     ),
-    "one answer is missing": Case(rows_of(QUESTION, {"question": "2?", "answer": None}), "row 2: .*None"),
-    "an answer without a number": Case(rows_of({"question": "1?", "answer": "yes"}), "row 1: .*'yes'"),
+    "one answer is missing": Case(
+        rows_of(QUESTION, {"question": "2?", "answer": None}),
+        "row 2: .* needs one number as reference answer, this is None",
+    ),
+    "an answer without a number": Case(
+        rows_of({"question": "1?", "answer": "yes"}), "row 1: .* needs one number as reference answer, this is 'yes'"
+    ),
     "an answer that is a fraction": gold("3/4"),
     "an answer that is an equation": gold("2 + 3 = 5"),
     "an answer that is a time": gold("12:30"),
@@ -748,7 +757,8 @@ INPUTS = {
     "answers with a decimal point": Case(rows_of({"question": "1?", "answer": 2.5}, flags="--reward gsm8k")),
     "no column of answers": Case(rows_of({"question": "1?"}), "no column answer; .* question"),
     "no answers, and the reward compares with one": Case(
-        rows_of({"question": "1?"}, flags="--answer-column None"), "row 1: .*None"
+        rows_of({"question": "1?"}, flags="--answer-column None"),
+        "row 1: .* needs one number as reference answer, this is None",
     ),
     "verl's column without ground_truth": Case(
         rows_of(
@@ -796,7 +806,9 @@ INPUTS = {
         splits_of("--eval-dataset", "validation"), None, evaluates("validation?")
     ),
     "test data of two splits": Case(splits_of("--eval-dataset", "validation", "test"), None, evaluates("test?")),
-    "test data of the splits train and dev": Case(splits_of("--eval-dataset", "train", "dev"), None, evaluates("dev?")),
+    "test data of a split for training and another": Case(
+        splits_of("--eval-dataset", "dev", "train"), None, evaluates("dev?")
+    ),
     "test data without a split": Case(splits_of("--eval-dataset"), "(?i)saved.* no split"),
     "more --eval-rows than rows": Case(eval_of(QUESTION, flags="--eval-rows 1000"), None, evaluates("What is 1+1?")),
     # models
@@ -825,11 +837,11 @@ INPUTS = {
     "a config that is no JSON": Case(model_of(cut("config.json")), r"config\.json.* not a valid JSON"),
     "a folder of an adapter": Case(
         model_of(lambda f: [f.joinpath("config.json").unlink(), f.joinpath("adapter_config.json").write_text("{}")]),
-        "(?i)model is an adapter",
+        "model is an adapter: merge it",
     ),
-    "what a LoRA run saved, as --model": Case(adapter("final", "--model"), "(?i)earlier/final is an adapter"),
+    "what a LoRA run saved, as --model": Case(adapter("final", "--model"), "earlier/final is an adapter: merge it"),
     "what a LoRA run saved, as --critic-model": Case(
-        adapter("final/critic", "--critic-model"), "(?i)earlier/final/critic is an adapter", only=PPO
+        adapter("final/critic", "--critic-model"), "earlier/final/critic is an adapter: merge it", only=PPO
     ),
     "an encoder": Case(
         another("bert", "AutoModelForMaskedLM", **SMALL), r"sampler and training pass differ|model\.bert\."
@@ -906,10 +918,16 @@ INPUTS = {
     "a reward that is a method": Case(
         reward_of(f"class Scorer:\n {VARIED}", "reward.py:Scorer.score"), "has no attribute 'Scorer.score'"
     ),
-    "a reward file called math.py": Case(reward_of(VARIED, "math.py:score"), r"(?i)math\.py.* another"),
-    "a reward file called datasets.py": Case(reward_of(VARIED, "datasets.py:score"), r"(?i)datasets\.py.* another"),
-    "a reward file called random.py": Case(reward_of(VARIED, "random.py:score"), r"(?i)random\.py.* another"),
-    "a reward file with a dot": Case(reward_of(VARIED, "my.reward.py:score"), r"(?i)my\.reward\.py.* dot"),
+    "a reward file called math.py": Case(
+        reward_of(VARIED, "math.py:score"), r"math\.py.* another module math,.* rename"
+    ),
+    "a reward file called datasets.py": Case(
+        reward_of(VARIED, "datasets.py:score"), r"datasets\.py.* another module datasets,.* rename"
+    ),
+    "a reward file called random.py": Case(
+        reward_of(VARIED, "random.py:score"), r"random\.py.* another module random,.* rename"
+    ),
+    "a reward file with a dot": Case(reward_of(VARIED, "my.reward.py:score"), r"my\.reward\.py.* no other dot"),
     "a reward file in the current folder": Case(relative(reward_of(VARIED))),
     "a reward file in a folder beside": Case(relative(reward_of(VARIED, "rewards/mine.py:score"))),
     "a reward with a typing error": Case(reward_of("def score(p, r, a) return 1"), "SyntaxError: expected ':'"),
@@ -1003,17 +1021,22 @@ INPUTS = {
     "an --output-dir that may not be written to": Case(locked("runs", 0o555), "PermissionError.*runs/run"),
     "a run name with a slash": Case(flags_of("--run-name july/first")),
     # checkpoints
-    "no such checkpoint": Case(flags_of("--resume {c}/runs/x/checkpoints/step_000001"), "step_000001"),
-    "a run folder as checkpoint": Case(resumed(flags="--resume {c}/runs/run"), "(?i)runs/run .*no checkpoint of a run"),
-    "a file as checkpoint": Case(
-        resumed(flags="--resume {c}/train.jsonl"), r"(?i)train\.jsonl .*no checkpoint of a run"
+    "no such checkpoint": Case(
+        flags_of("--resume {c}/runs/x/checkpoints/step_000001"), r"newest checkpoint of a run \(in .*/runs/x: None\)"
     ),
-    "a checkpoint of another program": Case(step_5, "(?i)step_5 .*no checkpoint of a run"),
+    "a run folder as checkpoint": Case(
+        resumed(flags="--resume {c}/runs/run"), r"newest checkpoint of a run \(in .*: None\)"
+    ),
+    "a file as checkpoint": Case(
+        resumed(flags="--resume {c}/train.jsonl"), r"newest checkpoint of a run \(in .*: None\)"
+    ),
+    "a checkpoint of another program": Case(step_5, "--resume takes the newest checkpoint of a run"),
     "a checkpoint that is not the newest": Case(
-        resumed(flags="--resume {c}/runs/run/checkpoints/step_000001"), "(?i)step_000001 is not the newest checkpoint"
+        resumed(flags="--resume {c}/runs/run/checkpoints/step_000001"),
+        r"newest checkpoint of a run \(in .*/runs/run: .*/step_000002\)",
     ),
     "a checkpoint, and another --run-name": Case(
-        resumed(flags="--resume {c}/runs/run/checkpoints/step_000002 --run-name other"), "--run-name other"
+        resumed(flags="--resume {c}/runs/run/checkpoints/step_000002 --run-name other"), "and no other --run-name"
     ),
     "a checkpoint by a relative path": Case(resumed(flags="--resume runs/run/checkpoints/step_000002/")),
     "another batch size on resume": Case(
@@ -1049,10 +1072,11 @@ INPUTS = {
     ),
     "a head that the optimizer trains and no checkpoint holds": Case(
         changed((INVERSE, f"{INVERSE}\n        self.value_head = nn.Linear(model.config.hidden_size, 1)")),
-        "(?i)policy.* trained parameters",
+        "optimizer of policy must hold exactly the trained parameters",
     ),
     "an optimizer that lacks a parameter": Case(
-        changed(("AdamW(policy.parameters()", "AdamW(list(policy.parameters())[1:]")), "(?i)policy.* trained parameters"
+        changed(("AdamW(policy.parameters()", "AdamW(list(policy.parameters())[1:]")),
+        "optimizer of policy must hold exactly the trained parameters",
     ),
     "a sampler whose logits are NaN": Case(
         changed((LOGITS, f"{LOGITS} * math.nan")), "iteration 1: sampler and training pass differ by nan"
@@ -1226,25 +1250,29 @@ def one_input(name, script, folder):
 
 
 def inputs(count, folder, scripts):
-    """Each case in a process of its own, with one of the scripts in turn."""
+    """Each case in a process of its own, with one of the scripts in turn; two cases at a time."""
     found, lines = Counter(), []
-    for number, (name, wanted) in enumerate(list(INPUTS.items())[:count]):
-        able = [script for script in scripts if script in wanted.only]
+
+    def run(number, name):
+        case = INPUTS[name]
+        able = [script for script in scripts if script in case.only]
         if not able:
-            continue
-        script, case = able[number % len(able)], folder / "cases" / str(number)
-        case.mkdir(parents=True)
-        verdict, said = one_input(name, folder / f"{script}.py", case)
-        if verdict == "ran":
-            said = ""
-        if verdict == "named":  # the line that names the cause
-            match = re.search(wanted.pattern, said, re.S | re.M)
+            return
+        script, place = able[number % len(able)], folder / "cases" / str(number)
+        place.mkdir(parents=True)
+        verdict, said = one_input(name, folder / f"{script}.py", place)
+        if verdict == "named":  # from the line on that names the cause
+            match = re.search(case.pattern, said, re.S | re.M)
             said = said[said.rfind("\n", 0, match.start() + 1) + 1 :]
-        what = said.replace(str(case), "..").strip().replace("\n", " ")[:160].replace("|", "/")
+        what = "" if verdict == "ran" else said.replace(str(place), "..").replace("\n", " ")[:160].replace("|", "/")
         found[verdict] += 1
-        lines.append(f"| {name} | {script} | {verdict} | {what} |")
-        print(lines[-1], flush=True)
-        shutil.rmtree(case)
+        lines.append((number, f"| {name} | {script} | {verdict} | {what} |"))
+        print(lines[-1][1], flush=True)
+        shutil.rmtree(place)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, *zip(*enumerate(list(INPUTS)[:count]))))
+    lines = [line for _, line in sorted(lines)]
     text = f"`python benchmarks/faults.py inputs {count}`: what users get wrong, and how a run of one process says so "
     text += f"(the line that names it). {found['named']} of {len(lines)} ended before they trained on it, named the "
     text += f"cause and left the user's files as they were; {found['ran']} ran, as "
