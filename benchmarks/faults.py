@@ -398,6 +398,7 @@ def splits_of(flag, *names):
     def prepare(c, script):
         import datasets
 
+        datasets.disable_progress_bars()
         tables = {x: datasets.Dataset.from_list([{"question": f"{x}?", "answer": "2"}] * 4) for x in names}
         datasets.DatasetDict(tables).save_to_disk(str(c / "saved"))
         return [flag, f"{c}/saved"]
@@ -480,6 +481,7 @@ def another(kind, auto_class, folder="model", **sizes):
     def prepare(c, script):
         import transformers
 
+        transformers.utils.logging.disable_progress_bar()
         config = transformers.AutoConfig.for_model(kind, **{"vocab_size": 512} | sizes)
         getattr(transformers, auto_class).from_config(config).save_pretrained(c / folder)
         return ["--critic-model", f"{c}/{folder}"] if folder == "critic" else []
@@ -717,7 +719,11 @@ INPUTS = {
     ),
     "ShareGPT's messages, and a chat template": Case(
         together(
-            rows_of({"prompt": [{"from": "human", "value": "1?"}], "answer": "1"}, flags="--prompt-column prompt"),
+            rows_of(
+                {"prompt": [{"from": "human", "value": "1?"}], "answer": "1"},
+                {"prompt": [{"from": "human", "value": "2?"}], "answer": "2"},
+                flags="--prompt-column prompt",
+            ),
             template_of(TEMPLATE),
         ),
         "(?i)content",
@@ -1160,7 +1166,8 @@ def last_words(text):
             inside = "message"
         if inside == "message":
             messages.append(line)
-    return "\n".join(own or messages or [line.strip("\u2502 ") for line in lines if line.startswith("\u2502")]).strip()
+    boxed = [line.strip("\u2502\u2500 ") for line in lines if line.startswith("\u2502")]
+    return "\n".join(own or messages or boxed).strip()
 
 
 def contents(c):
@@ -1264,7 +1271,9 @@ def inputs(count, folder, scripts):
         if verdict == "named":  # from the line on that names the cause
             match = re.search(case.pattern, said, re.S | re.M)
             said = said[said.rfind("\n", 0, match.start() + 1) + 1 :]
-        what = "" if verdict == "ran" else said.replace(str(place), "..").replace("\n", " ")[:160].replace("|", "/")
+        for path in place, folder, sys.prefix, sys.base_prefix:
+            said = said.replace(str(path), "..")
+        what = "" if verdict == "ran" else said.replace("\n", " ")[:160].replace("|", "/")
         found[verdict] += 1
         lines.append((number, f"| {name} | {script} | {verdict} | {what} |"))
         print(lines[-1][1], flush=True)
