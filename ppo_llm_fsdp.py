@@ -333,9 +333,10 @@ def main(args: Args):
     # not ended 30 s after it passed the signal on; an iteration that takes longer is lost.
     signals = []
 
-    def stop_soon(number, _):
+    def stop_soon(number, frame):
+        if signal.SIGINT in signals:  # a second Ctrl-C gets through; a launcher may pass it on as SIGTERM
+            signal.default_int_handler(number, frame)
         signals.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # another Ctrl-C gets through
 
     for number in signal.SIGTERM, signal.SIGINT:
         signal.signal(number, stop_soon)
@@ -485,8 +486,8 @@ def main(args: Args):
             reasons = "wrong mask, transformed logits, or other weights sampled"
             fail(f"iteration {iteration}: sampler and training pass differ by {logprob_diff:.2g}: {reasons}")
 
-        # Evaluate, log, save, stop.
-        if LAUNCHED and os.getppid() != PARENT:
+        # Evaluate, log, save, stop. Without its launcher a rank ends; but Ctrl-C ends that of a single process at once.
+        if LAUNCHED and os.getppid() != PARENT and not signals:
             sys.exit("error: the launcher has gone, so this process ends; go on with --resume")
         if iteration == args.total_iterations or (args.eval_every and iteration % args.eval_every == 0):
             completions = {"prompt": [row["prompt"] for row in rows], "response": texts, "score": scores.tolist()}

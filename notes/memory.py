@@ -173,10 +173,40 @@ def kv_cache(shape, rows, length, bf16=False, sharded=False):
     return rows * length * shape.layers * 2 * shape.kv_width * (2 if bf16 and sharded else 4)
 
 
+def prefill(shape, rows, prompt, bf16=False, sharded=False, lora_rank=0):
+    """Beside the keys and values: what is there at once while `rows` prompts, padded to `prompt` tokens, are read.
+
+    Nothing is kept for a backward pass, so that the widest moment of one block counts. In its MLP the activated gate,
+    up and their product stand beside four tensors as wide as the stream: the embedding, the block's input, what
+    attention made of it, and its norm. LoRA has a fourth product. Under autocast its widest input is that of down,
+    which peft casts to float32, and autocast back. The rest: cosine and sine, the causal mask of padded rows, and five
+    whole numbers (the prompt, padded, without the padding's mark, its mask, positions).
+    """
+    h, m = shape.hidden, shape.intermediate
+    stream, number = 2 if bf16 and sharded else 4, 2 if bf16 else 4
+    if lora_rank and stream > number:
+        inside = (2 + 4 + 2) * m + 2 * (h + lora_rank)
+    else:
+        inside = number * (4 if lora_rank else 3) * m
+    rest = 2 * stream * (h // shape.heads) + prompt + 5 * 8
+    return rows * prompt * (4 * stream * h + inside + rest)
+
+
 def sampling(shape, rows, bf16=False):
     """`sample_tokens`: log-probs 4, probabilities 4, in float64 8, their sum 8, the model's logits 2 or 4; 4 to spare,
     for the logits over temperature, which only version 0.2 still held here."""
     return rows * shape.vocab * (28 + (2 if bf16 else 4))
+
+
+def decoding(shape, rows, length, bf16=False, sharded=False, lora_rank=0):
+    """Beside the keys and values, in the last step: the largest of three that are not there together.
+
+    They are one layer's old keys, while the longer ones are made (or, in their place, what autocast makes of that
+    layer's keys and values); the frozen head with LoRA, cast for this step; and what sampling needs.
+    """
+    longer = kv_cache(shape, rows, length, bf16, sharded) // (2 * shape.layers)
+    head = 2 * shape.vocab * (shape.hidden + rows) if lora_rank and bf16 and not sharded else 0
+    return max(longer, head, sampling(shape, rows, bf16))
 
 
 # All of it
@@ -205,6 +235,7 @@ def budget(
     --rollout-batch-size; microbatches: 1 or more per optimizer step.
     """
     shards, kind = processes if sharded else 1, {"bf16": bf16, "sharded": sharded}
+    prompt = length - response_length
     keep = {
         "weights": weights(shape, lora_rank, critic) // shards,
         "reference": reference(shape, lora_rank) // shards if use_reference else 0,
@@ -231,10 +262,13 @@ def budget(
         "embedding gradient": extra,
         "policy": whole if sharded else 0,
         "kv cache": kv_cache(shape, rows, length, **kind),
-        "sampling": sampling(shape, rows, bf16),
+        "prefill": prefill(shape, rows, prompt, lora_rank=lora_rank, **kind),
+        "decoding": decoding(shape, rows, length, lora_rank=lora_rank, **kind),
     }
     state = 0 if offload else sum(keep.values())
-    terms["rollout"] = state + copies_sampling + terms["policy"] + terms["kv cache"] + terms["sampling"]
+    first = kv_cache(shape, rows, prompt, **kind) + terms["prefill"]  # step of `generate`
+    last = terms["kv cache"] + terms["decoding"]
+    terms["rollout"] = state + copies_sampling + terms["policy"] + max(first, last)
     backward = max(copies + running + saved + max(head, 3 * head // 4 + extra), ending, extra)
     terms["update"] = state + (0 if offload else grads) + backward
     terms["peak"] = max(terms["rollout"], terms["update"])
@@ -242,17 +276,17 @@ def budget(
     return terms
 
 
-WAYS = {
+WAYS = {  # rows: a process's share of an evaluation of 512 rows, in which it samples more than of a batch of 256
     "one process": {},
     "one process, LoRA 16": {"lora_rank": 16},
     "2 processes": {"processes": 2},
     "2 sharded": {"processes": 2, "sharded": True},
     "2 sharded, LoRA 16": {"processes": 2, "sharded": True, "lora_rank": 16},
     "2 sharded, offload": {"processes": 2, "sharded": True, "offload": True},
-    "4 sharded": {"processes": 4, "rows": 64, "sharded": True},
-    "8 sharded": {"processes": 8, "rows": 32, "sharded": True},
+    "4 sharded": {"processes": 4, "sharded": True},
+    "8 sharded": {"processes": 8, "rows": 64, "sharded": True},
 }
-CARDS = 24, 40, 80  # GB, taken as 10**9 bytes: what is left of a card is for CUDA and the allocator
+CARDS = 24, 40, 80, 141  # GB, taken as 10**9 bytes: what is left of a card is for CUDA and the allocator
 
 
 def card(size):
@@ -274,13 +308,64 @@ def table(shapes=SHAPES, ways=WAYS):
     return "\n".join(lines)
 
 
+# What to set on which card
+
+SCRIPTS = {
+    "`ppo_llm.py`": {},
+    "`grpo_llm.py`": {"critic": False},
+    "`ppo_llm.py --lora-rank 16`": {"lora_rank": 16},
+    "`grpo_llm.py --lora-rank 16`": {"critic": False, "lora_rank": 16},
+    "`ppo_llm_fsdp.py`, 2 GPUs": {"processes": 2, "sharded": True},
+    "`ppo_llm_fsdp.py`, 4 GPUs": {"processes": 4, "sharded": True},
+    "`ppo_llm_fsdp.py`, 8 GPUs": {"processes": 8, "sharded": True},
+    "`grpo_llm_fsdp.py`, 4 GPUs": {"processes": 4, "critic": False, "sharded": True},
+}
+USABLE = 0.9  # of a card: the rest is for CUDA, for the allocator, and for what is not in the formulas
+
+
+def settings(shape, gigabytes, processes=1, **options):
+    """(--rollout-batch-size, --microbatch-tokens, --gradient-checkpointing) for a card, or None if nothing fits.
+
+    Powers of two, the largest that fit, each for itself: rollout and update are not in memory at the same time. Rows
+    have 512 + 512 tokens. Responses: at most a process's share of a batch of 256. Tokens: at most 16,384 and a
+    process's share of a minibatch of 64 rows; 4,096 or more without checkpointing, else with it, a row or more.
+    """
+    room = USABLE * gigabytes * 1e9
+    most_rows = 256 // processes
+    most_tokens = min(16_384, 64 // processes * 1024)
+    rows = [2**k for k in range(8, -1, -1) if 2**k <= most_rows]
+    ways = [(2**k, False) for k in range(14, 11, -1)] + [(2**k, True) for k in range(14, 9, -1)]
+    ways = [(tokens, checkpointing) for tokens, checkpointing in ways if tokens <= most_tokens]
+
+    def peak(name, **sizes):
+        return budget(shape, processes, **options, **sizes)[name]
+
+    rows = next((n for n in rows if peak("rollout", rows=n) <= room), None)
+    way = next(((t, less) for t, less in ways if peak("update", tokens=t, checkpointing=less) <= room), None)
+    return (rows, *way) if rows and way else None
+
+
+def settings_table(shape, scripts=SCRIPTS, cards=CARDS):
+    """Markdown: `settings` of a model by script and card; "gc": with --gradient-checkpointing."""
+    lines = ["| | " + " | ".join(f"{card} GB" for card in cards) + " |", "|" + " --- |" * (len(cards) + 1)]
+    for script, options in scripts.items():
+        cells = []
+        for card in cards:
+            rows, tokens, checkpointing = settings(shape, card, **options) or (0, 0, False)
+            cells.append(f"{rows} / {tokens}{' gc' * checkpointing}" if rows else "-")
+        lines.append(f"| {script} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main():
     print(
         "GiB per device with the defaults: rows of 512 + 512 tokens, 2048 tokens per micro-batch, 128 rows sampled.\n"
     )
     for model, shape in SHAPES.items():
         print(f"{model}: {count(shape):,} parameters, critic {count(shape, critic=True):,}")
-    print(f"\n{table()}")
+    print(f"\n{table()}\n\n--rollout-batch-size / --microbatch-tokens by card, gc: --gradient-checkpointing.")
+    for model, shape in SHAPES.items():
+        print(f"\n{model}\n\n{settings_table(shape)}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import fields
 
 import pytest
 import ranks
-from conftest import ROOT
+from conftest import ROOT, TOY_REWARD, forked, make_model, toy_rows, write_rows
 from test_project import CEILINGS, check_flags, load_benchmark, load_script
 
 NOTES = sorted((ROOT / "notes").glob("[0-9]*.md"))
@@ -170,6 +170,7 @@ RUN_FOLDER = "runs", "completions", "checkpoints", "final"
 # Of launchers and of other projects.
 OTHERS = {"--multi_gpu", "--num_processes", "--machine_rank", "--mixed_precision", "--compile", "trust_remote_code"}
 OTHERS |= {"HF_HOME", "HF_TOKEN", "HF_ENDPOINT", "--index-url", "--local-dir", "--logdir"}  # of pip, hf and tensorboard
+OTHERS |= {"PYTORCH_ALLOC_CONF"}  # of torch
 # What left the scripts, with 0.1.0 and with 0.2: named only in a section that names the version.
 GONE_FLAGS = (
     "prompt-template overlong-prompts dynamic-sampling max-resamples overlong-buffer overlong-penalty importance-level"
@@ -195,6 +196,40 @@ def test_variants_of_which_the_notes_say_not_yet_there_are_not(name):
     """Otherwise: strike it from COMING, and mend what names it in README and notes."""
     assert not list((ROOT / "notes" / "variants").glob(f"{name}.*"))
     assert f"`{name}`" in (ROOT / "notes" / "guide.md").read_text()
+
+
+def test_the_guide_merges_an_adapter_without_loss(tmp_path):
+    """Its own lines, after a short run over a base in bfloat16, in whose steps most of the training would be lost."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = make_model(tmp_path / "model", "llama")
+    AutoModelForCausalLM.from_pretrained(base).bfloat16().save_pretrained(base)
+    (tmp_path / "reward.py").write_text(TOY_REWARD)
+    data = write_rows(tmp_path / "data.jsonl", toy_rows(8))
+    flags = {"model": base, "dataset": data, "reward": f"{tmp_path}/reward.py:early", "lora_rank": 8, "lr": 1e-4}
+    flags |= {"batch_size": 4, "group_size": 4, "minibatch_size": 4, "max_response_length": 10, "total_iterations": 1}
+    flags |= {"save_every": 0, "track": "none", "output_dir": tmp_path / "runs", "run_name": "lora"}
+    code, console = forked(ROOT / "grpo_llm.py", flags, 1)
+    assert code == 0, console
+
+    guide = (ROOT / "notes" / "guide.md").read_text()
+    (lines,) = (part for part in re.findall(r"(?ms)^```python\n(.*?)^```$", guide) if "merge_and_unload" in part)
+    subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, check=True)
+
+    adapter = load_file(tmp_path / "runs/lora/final/adapter_model.safetensors")
+    old, new = (AutoModelForCausalLM.from_pretrained(folder, dtype="float32") for folder in (base, tmp_path / "merged"))
+    rounded = []
+    for name in [name for name in adapter if "lora_A" in name]:
+        place = name.removeprefix("base_model.model.").replace("lora_A.", "")
+        was, now = old.get_parameter(place), new.get_parameter(place)
+        trained = 2 * adapter[name.replace("lora_A", "lora_B")] @ adapter[name]  # lora_alpha is twice the rank
+        torch.testing.assert_close(now, was + trained, rtol=0, atol=1e-7)
+        rounded.append(((was + trained).bfloat16().float() == was).float().mean().item())
+    assert min(rounded) > 0.5  # what a sum in bfloat16 would leave as it was
+    AutoTokenizer.from_pretrained(tmp_path / "merged")  # so that --model can name the folder
 
 
 def test_commands_of_the_notes_are_legal():
@@ -327,6 +362,32 @@ def test_the_defaults_fit_a_card_of_24_gb():
         terms = memory["budget"](memory["SHAPES"]["Qwen2.5-0.5B"], microbatches=32, **sizes | kind)
         assert terms["peak"] < 23e9, name  # 24 GB, but for what CUDA and the allocator take
         assert memory["budget"](memory["SHAPES"]["Qwen2.5-0.5B"], **kind)["peak"] == terms["peak"]  # they are budget's
+
+
+def test_the_settings_by_card_are_those_that_fit():
+    """The guide's tables are what memory.py prints; a cell fits with its margin, and nothing before it does."""
+    memory = runpy.run_path(str(ROOT / "notes" / "memory.py"))
+    guide, found = (ROOT / "notes" / "guide.md").read_text(), 0
+    for model, shape in memory["SHAPES"].items():
+        assert f"**{model}**\n\n{memory['settings_table'](shape)}\n\n" in guide
+        for options, card in itertools.product(memory["SCRIPTS"].values(), memory["CARDS"]):
+            cell, room = memory["settings"](shape, card, **options), 0.9e9 * card
+            n = options.get("processes", 1)
+
+            def fits(rows, tokens, checkpointing):
+                sizes = {"rows": rows, "tokens": tokens, "checkpointing": checkpointing}
+                return memory["budget"](shape, **options, **sizes)["peak"] <= room
+
+            if cell is None:
+                assert not fits(1, 1024, True)
+                continue
+            found += 1
+            rows, tokens, checkpointing = cell
+            assert fits(*cell) and rows <= 256 / n and 1024 <= tokens <= min(16384, 65536 / n)
+            assert rows == 256 / n or not fits(2 * rows, tokens, checkpointing)
+            assert tokens == min(16384, 65536 / n) or not fits(rows, 2 * tokens, checkpointing)
+            assert tokens >= 4096 if not checkpointing else not fits(rows, 4096, False)
+    assert found > 50
 
 
 def test_the_walk_is_the_whole_loop_and_every_difference():

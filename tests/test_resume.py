@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from unittest import mock
@@ -237,3 +238,52 @@ def test_before_the_loop_a_signal_ends_the_run_at_once(script, flags):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=200)
     assert process.returncode != 0 and not (flags["output_dir"] / "early" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@each_script("ppo_llm")
+def test_ctrl_c_saves_although_the_launcher_of_one_process_ends_at_once(script, flags, tmp_path):
+    run_dir = flags["output_dir"] / "interrupted"
+    (tmp_path / "interrupted_reward.py").write_text(WAITS.format(gate=str(tmp_path / "gate")))
+    flags = flags | {"run_name": "interrupted", "reward": f"{tmp_path}/interrupted_reward.py:early", "save_every": 0}
+    process = start(script, flags, processes=1)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(read_metrics(run_dir)) >= 2)
+    (tmp_path / "gate").touch()
+    (worker,) = workers_of(process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher and to what it started
+    wait_for(lambda: process.poll() is not None)
+    (tmp_path / "gate").unlink()
+    psutil.wait_procs([worker], timeout=200)
+    console = process.communicate()[0]
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    assert f"stopped after iteration {int(saved.name[5:])}; --resume auto" in console, console
+
+
+def start_machines(script, flags):
+    """Two launchers, of one worker each, that meet at a port of this machine: as on two machines with one GPU each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+    return [start(script, flags, machine=[*words, "--machine_rank", str(rank)]) for rank in range(2)]
+
+
+@pytest.mark.slow
+@each_script("ppo_llm", "ppo_llm_fsdp")
+def test_two_machines_killed_and_resumed_are_two_processes_of_one(script, flags, unbroken, tmp_path):
+    run_dir = flags["output_dir"] / "machines"
+    (tmp_path / "machines_reward.py").write_text(WAITS.format(gate=str(tmp_path / "gate")))
+    flags = flags | {"run_name": "machines", "reward": f"{tmp_path}/machines_reward.py:early"}
+    machines = start_machines(script, flags)
+    wait_for(lambda: (run_dir / "checkpoints" / "step_000003").exists())
+    (tmp_path / "gate").touch()  # the ranks wait here, in iteration 4 or later
+    workers = [workers_of(process) for process in machines]
+    assert [len(own) for own in workers] == [1, 1]
+    os.kill(workers[1][0].pid, signal.SIGKILL)
+    (tmp_path / "gate").unlink()
+    assert all(process.communicate(timeout=200) and process.returncode != 0 for process in machines)
+    assert len(read_metrics(run_dir)) < 7 and not (run_dir / "final").exists()
+    consoles = [process.communicate(timeout=400)[0] for process in start_machines(script, flags | {"resume": "auto"})]
+    for console in consoles:  # each machine shows its own
+        assert "2 process(es) on cpu" in console and f"run folder {run_dir}, from iteration 4\n" in console, console
+    same_end(run_dir, unbroken)

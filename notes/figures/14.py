@@ -35,7 +35,7 @@ def memory(model="Qwen2.5-1.5B"):
             left += width
         label = "peak of the rollout" if y == 0 else None
         axes.plot([terms["rollout"] / GIB], [y], "D", color="black", markersize=5, label=label)
-    for card in CARDS:
+    for card in CARDS[:-1]:  # the largest lies to the right of the picture
         axes.axvline(card * 1e9 / GIB, color="black", linestyle=":", linewidth=1)
         axes.text(card * 1e9 / GIB, -0.75, f" {card} GB", fontsize=8, va="center")
     axes.set_yticks(range(len(ways)), ways)
