@@ -177,9 +177,8 @@ def main(args: Args):
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # a flag of DDP's that torch 2.13 renames
     num_gpus = torch.cuda.device_count()
-    if num_gpus > 0 and os.environ.get("LOCAL_RANK") == str(
-        num_gpus
-    ):  # the first of the ranks that find no GPU says so
+    if num_gpus > 0 and os.environ.get("LOCAL_RANK") == str(num_gpus):
+        # The first of the ranks that find no GPU says so.
         fail(f"more processes than GPUs: lower --num_processes to {num_gpus}", alone=True)
     bf16 = args.dtype == "bfloat16"
     if args.dtype == "auto" and num_gpus > 0:
@@ -635,10 +634,9 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
     losses = torch.where(mask, losses, 0)
     if mode == "token-mean":  # [5.6]
         return losses.sum() / max(num_tokens, 1)
+    sequence_losses = losses.sum(1)  # (B,)
     if mode == "seq-mean-token-mean":
-        sequence_losses = masked_mean(losses, mask, 1)  # (B,)
-    else:
-        sequence_losses = losses.sum(1)  # (B,)
+        sequence_losses = masked_mean(losses, mask, 1)
     if mode == "seq-mean-token-sum-norm":
         sequence_losses = sequence_losses / max_response_length
     return sequence_losses.sum() / max(num_sequences, 1)

@@ -78,8 +78,8 @@ UNDONE = {
         "slice(lengths[part[0]])": "slice(max(lengths))",
     },
     "logits of all positions": {
-        ".last_hidden_state[mask]": ".last_hidden_state.flatten(0, 1)",
-        "tokens.roll(-1, 1)[mask]": "tokens.roll(-1, 1).flatten()",
+        ".last_hidden_state[actions]": ".last_hidden_state.flatten(0, 1)",
+        "tokens.roll(-1, 1)[actions]": "tokens.roll(-1, 1).flatten()",
         "for chunk_logprobs, _ in results])": "for chunk_logprobs, _ in results])[mask.flatten()]",
         "for _, chunk_entropy in results])": "for _, chunk_entropy in results])[mask.flatten()]",
     },
