@@ -5,7 +5,7 @@
     python benchmarks/faults.py delays 8         one process 20 seconds late at random points: the same weights?
     python benchmarks/faults.py soak 2000        2,000 iterations with everything on: memory, speed, file handles
     python benchmarks/faults.py disk 12          the disk is full at some moment, then larger; or read-only (as root)
-    python benchmarks/faults.py inputs 183       what users get wrong in data, models, rewards, flags, checkpoints
+    python benchmarks/faults.py inputs 184       what users get wrong in data, models, rewards, flags, checkpoints
 
 Two processes on CPU (`inputs`: one), the embedded model and small batches. The scripts take turns, with the fourth that
 they compose; --scripts names fewer. They are copied first, so that they can be worked on meanwhile. Results go to
@@ -739,6 +739,17 @@ INPUTS = {
             flags="--prompt-column prompt",
         ),
         "TypeError: sequence item 0: expected str instance, list found",
+    ),
+    "messages with parts, and a chat template that reads them": Case(
+        together(
+            rows_of(
+                {"prompt": [{"role": "user", "content": [{"type": "text", "text": "1?"}]}], "answer": "1"},
+                flags="--prompt-column prompt",
+            ),
+            template_of("{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"),
+        ),
+        None,
+        prompts_are(lambda prompt: prompt == "<1?>"),
     ),
     "a question that is a list of lists": Case(
         rows_of({"question": [["1+1?", "2"]], "answer": "2"}), "TypeError: list indices must be integers .* not str"
