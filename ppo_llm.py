@@ -173,7 +173,6 @@ def main(args: Args):
     """Trains, and returns the run folder."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # a flag of DDP's that torch 2.13 renames
     num_gpus = torch.cuda.device_count()
     # The first of the ranks that find no GPU says so.
@@ -198,8 +197,8 @@ def main(args: Args):
     if "ACCELERATE_USE_FSDP" in os.environ or "ACCELERATE_USE_DEEPSPEED" in os.environ:
         fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: launch without")
     for name, value in asdict(args).items():
-        if isinstance(value, int | float) and not value >= LEAST.get(name, 0):  # so that NaN fails, too
-            fail(f"--{name.replace('_', '-')} is {value}, its least value is {LEAST.get(name, 0)}")
+        if isinstance(value, int | float) and not LEAST.get(name, 0) <= value < math.inf:  # so that NaN fails, too
+            fail(f"--{name.replace('_', '-')} is {value}, not finite or below its least value {LEAST.get(name, 0)}")
     if args.batch_size % args.minibatch_size or args.minibatch_size % world_size:
         fail(f"--batch-size must be a multiple of --minibatch-size, and that of the {world_size} processes")
     run_dir, checkpoint_dir = find_run(args)
@@ -942,11 +941,12 @@ def load_prompts(source, table, args, tokenizer):
             text = "\n".join(message["content"] for message in messages)
         ids = tokenizer(text, add_special_tokens=not use_chat)["input_ids"]
         # A template drops a message if it is the wrong one, or if that has other keys.
-        if 0 < len(ids) <= args.max_prompt_length and str(messages[-1]["content"]).strip() in text:
+        if 0 < len(ids) <= args.max_prompt_length and messages[-1]["content"].strip() in text:
             columns = record | {"messages": messages}
             rows.append({"prompt": text, "input_ids": ids, "answer": answer, "columns": columns})
     if not rows:
-        fail(f"{source}: no row makes a whole prompt of 1 to {args.max_prompt_length} tokens (--max-prompt-length)")
+        limit = f"{args.max_prompt_length} tokens (--max-prompt-length)"
+        fail(f"{source}: the tokenizer, or its chat template, makes no whole prompt of 1 to {limit}")
     kind = "chat" if use_chat else "text"
     return rows, f"{source} ({kind}): {len(rows)} rows, {len(table) - len(rows)} left out"
 
@@ -1038,8 +1038,8 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
     lengths = [len(response.ids) for response in responses]  # of those sampled, which came last
     metrics["eval/length_mean"] = mean(torch.tensor(lengths, device=accelerator.device))
     write_rows(run_dir / f"completions/eval_{iteration:06d}.jsonl", completions, accelerator)
-    found = f"eval {metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled"
-    accelerator.print(f"\riteration {iteration}: {found}, length {metrics['eval/length_mean']:.1f}")
+    found = f"{metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled"
+    accelerator.print(f"\riteration {iteration}: eval {found}, length {metrics['eval/length_mean']:.1f}")
     return metrics
 
 

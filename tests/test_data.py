@@ -591,7 +591,7 @@ def test_named_test_data_that_are_not_there(algo, toy_run, tmp_path, monkeypatch
 
 
 def test_no_prompt_within_the_limit(refused, toy_data):
-    sentence = "no row makes a whole prompt of 1 to 5 tokens (--max-prompt-length)"
+    sentence = "the tokenizer, or its chat template, makes no whole prompt of 1 to 5 tokens (--max-prompt-length)"
     assert refused(max_prompt_length=5) == f"error: {toy_data}: {sentence}"
 
 

@@ -667,10 +667,9 @@ def test_a_number_below_its_least_value(algo, toy_run, capsys, monkeypatch, tmp_
     for name, least in numbers_of(algo).items():
         flag = name.replace("_", "-")
         below = (least - 1, -7) if isinstance(least, int) else (least / 2, 0.0, -1.0)
-        for value in (*below, math.nan) if name != "entropy_coef" else [math.nan]:
-            refused(
-                capsys, lambda n=name, v=value: toy_run(**{n: v}), f"--{flag} is {value}, ", f"least value is {least}"
-            )
+        for value in (*below, math.inf, math.nan) if name != "entropy_coef" else (math.inf, math.nan):
+            sentence = f"--{flag} is {value}, not finite or below its least value {least}"
+            refused(capsys, lambda n=name, v=value: toy_run(**{n: v}), sentence)
     assert list(tmp_path.iterdir()) == [] and len(numbers_of(algo)) > 20
 
 
