@@ -171,6 +171,7 @@ def main(args: Args):
     """Trains, and returns the run folder."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # a flag of DDP's that torch 2.13 renames
     num_gpus = torch.cuda.device_count()
     # The first of the ranks that find no GPU says so.
