@@ -76,9 +76,41 @@ CASES = {
 # adds a case: script and flags of both sides, the patch of today's side, flags of the old side alone (`old`) and of
 # today's alone (`new`; a reward file has no patch, but `new=" --reward {root}/notes/variants/NAME.py:FUNCTION"`).
 VARIANTS = {
-    "bypass-rollout": Case("ppo_llm", 1, PPO + " --old-logprobs rollout", "bypass"),
-    "bypass-token": Case("ppo_llm", 1, PPO + " --old-logprobs corrected", "bypass"),
-    "bypass-sequence": Case("ppo_llm", 1, PPO + " --old-logprobs corrected --is-level sequence", "bypass"),
+    "bypass-rollout": Case("ppo_llm", 1, PPO + " --old-logprobs rollout --ppo-epochs 2", "bypass"),
+    "bypass-half": Case("ppo_llm", 1, PPO + " --old-logprobs rollout --dtype bfloat16", "bypass"),
+    "bypass-token": Case(
+        "ppo_llm",
+        1,
+        PPO + " --old-logprobs corrected --is-cap 1.001 --dtype bfloat16 --critic-warmup-iterations 1",
+        "bypass",
+    ),
+    "bypass-sequence": Case(
+        "ppo_llm", 1, PPO + " --old-logprobs corrected --is-level sequence --dtype bfloat16", "bypass"
+    ),
+    "adaptive_kl": Case(
+        "ppo_llm",
+        1,
+        PPO + " --kl-reward-coef 0.05 --kl-target 0.001 --kl-horizon 40",
+        "adaptive_kl",
+        old=" --kl-controller adaptive",
+    ),
+    "adaptive_kl-warmup": Case(
+        "ppo_llm", 1, PPO + " --critic-warmup-iterations 1", "adaptive_kl", old=" --kl-controller adaptive"
+    ),
+    "top_p": Case("ppo_llm", 1, PPO + " --top-p 0.8", "top_p"),
+    "top_p-top_k": Case("ppo_llm", 1, PPO + " --top-p 0.9 --top-k 3 --temperature 1.3", "top_p"),
+    "anneal-linear": Case("ppo_llm", 1, PPO + " --lr-schedule linear", "anneal"),
+    "anneal-cosine": Case("ppo_llm", 1, PPO + " --lr-schedule cosine --warmup-iterations 1", "anneal"),
+    "anneal-constant": Case("ppo_llm", 1, PPO + " --lr-schedule constant --warmup-iterations 2", "anneal"),
+    "kl_gradient-abs": Case(
+        "ppo_llm", 1, PPO + " --kl-reward-kind abs --kl-loss-coef 0.1 --kl-loss-kind k3+", "kl_gradient"
+    ),
+    "kl_gradient-k1": Case(
+        "ppo_llm", 1, PPO + " --kl-reward-kind k3+ --kl-loss-coef 0.1 --kl-loss-kind k1+", "kl_gradient"
+    ),
+    "kl_gradient-loss": Case(
+        "ppo_llm", 1, PPO + " --kl-reward-kind k1+ --kl-loss-coef 0.1 --kl-loss-kind abs", "kl_gradient"
+    ),
 }
 ALL = CASES | VARIANTS
 
