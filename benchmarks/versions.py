@@ -47,7 +47,7 @@ class Case(NamedTuple):
     script: str
     processes: int
     flags: str  # besides COMMON
-    variant: str | None = None  # patch of the script that runs on today's side
+    variant: str | None = None  # patch for today's side, merged into the script if made of another
     old: str = ""  # flags of the earlier version alone
     new: str = ""  # flags of today's side alone
 
@@ -87,6 +87,9 @@ VARIANTS = {
     "bypass-sequence": Case(
         "ppo_llm", 1, PPO + " --old-logprobs corrected --is-level sequence --dtype bfloat16", "bypass"
     ),
+    "bypass-grpo": Case(
+        "grpo_llm", 1, GRPO + " --old-logprobs corrected --is-level sequence --dtype bfloat16", "bypass"
+    ),
     "adaptive_kl": Case(
         "ppo_llm",
         1,
@@ -101,7 +104,9 @@ VARIANTS = {
     "top_p-top_k": Case("ppo_llm", 1, PPO + " --top-p 0.9 --top-k 3 --temperature 1.3", "top_p"),
     "anneal-linear": Case("ppo_llm", 1, PPO + " --lr-schedule linear", "anneal"),
     "anneal-cosine": Case("ppo_llm", 1, PPO + " --lr-schedule cosine --warmup-iterations 1", "anneal"),
+    "anneal-grpo": Case("grpo_llm", 1, GRPO + " --lr-schedule cosine", "anneal"),
     "anneal-constant": Case("ppo_llm", 1, PPO + " --lr-schedule constant --warmup-iterations 2", "anneal"),
+    "kl_gradient-grpo": Case("grpo_llm", 1, GRPO + " --kl-loss-coef 0.1 --kl-loss-kind k3+", "kl_gradient"),
     "kl_gradient-abs": Case(
         "ppo_llm", 1, PPO + " --kl-reward-kind abs --kl-loss-coef 0.1 --kl-loss-kind k3+", "kl_gradient"
     ),
@@ -150,7 +155,7 @@ def compose(folder):
 
 
 def lay_out(folder, version, patches=()):
-    """The scripts of a commit, or of the working tree with these variants of them, beside the embedded task."""
+    """The scripts of a commit, or of the working tree, beside the embedded task. patches: (variant, script) pairs."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in SCRIPTS:
         if version is None:
@@ -160,8 +165,12 @@ def lay_out(folder, version, patches=()):
             text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         (folder / f"{name}.py").write_text(text)
     compose(folder)
-    for name in patches:
-        (folder / f"{name}_llm.py").write_text(variants.patched(name))
+    for name, script in patches:
+        text, base = variants.patched(name), (ROOT / variants.read_patch(name)[1]).read_text()
+        text, conflicts = variants.merged((folder / f"{script}.py").read_text(), base, text)
+        if conflicts:
+            sys.exit(f"{name} and {script} change the same lines, in {conflicts} place(s)")
+        (folder / f"{name}_{script}.py").write_text(text)
     if not (folder / "benchmarks").exists():
         (folder / "benchmarks").mkdir()
         (folder / "benchmarks" / "tiny").symlink_to(TINY)
@@ -170,7 +179,7 @@ def lay_out(folder, version, patches=()):
 def script_of(case, side):
     """Name of the script that a case runs on a side, "old" or "new"."""
     script, variant = ALL[case].script, ALL[case].variant
-    return f"{variant}_llm" if variant and side == "new" else script
+    return f"{variant}_{script}" if variant and side == "new" else script
 
 
 def command_of(case, side, scripts, runs, program=None, more=""):
@@ -260,7 +269,7 @@ def main():
     sides = {"old": folder / args.version, "new": folder / "today"}
     make_chat_model(folder / "chat")
     lay_out(sides["old"], args.version)
-    lay_out(sides["new"], None, {ALL[case].variant for case in chosen} - {None})
+    lay_out(sides["new"], None, {(ALL[case].variant, ALL[case].script) for case in chosen if ALL[case].variant})
     failed, gone, added = False, set(), set()
     for case in chosen:
         for side, scripts in sides.items():
