@@ -751,13 +751,13 @@ def test_top_p_and_top_k_cut_the_tail(variant):
     assert (tokens.item(), logprobs.item()) == (1, 0)
 
 
-def test_top_p_cuts_in_training_alone_and_is_guarded(variant, train, monkeypatch, capsys):
+def test_top_p_cuts_in_training_alone_and_is_guarded(variant, train, folder, monkeypatch, capsys):
     algo = variant("top_p")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    flags = {"eval_rows": 5, "total_iterations": 2, "max_response_length": 16}
+    flags = {"eval_dataset": f"{folder}/test.jsonl", "eval_rows": 5, "total_iterations": 2, "max_response_length": 16}
     whole = train("top_p", **flags)
     cut = train("top_p", **flags, top_p=0.6, top_k=20)
-    assert untimed(whole)[0] == untimed(cut)[0]  # evaluated before training: nothing is cut off
+    assert untimed(whole)[0] == untimed(cut)[0] and "eval/score_sampled" in cut[0]  # evaluation cuts nothing
     for m in cut[1:]:  # of the probability 0.6 or more is kept, and scaled up
         assert 0.05 < m["rollout/logprob_diff"] < 1 and whole[1]["rollout/logprob_diff"] < 1e-5
     with pytest.raises(SystemExit):
