@@ -1,7 +1,9 @@
 """Variants: every patch applies as it stands, is linted, trains, and does what its head says."""
 
 import json
+import math
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -582,3 +584,294 @@ def test_the_list_of_variants_is_complete():
     for path in sorted((ROOT / "notes" / "variants").iterdir()):
         assert path.suffix in (".patch", ".py") or path.name == "__pycache__"
         assert path.name == "__pycache__" or f"`{path.stem}`" in readme, path
+
+
+# --- bypass
+
+
+def by_ppo(name, folder, tmp_path, **changes):
+    """Metrics of ppo_llm.py itself, with the flags of a variant's tests."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    flags = flags_of(name, folder) | {"output_dir": str(tmp_path), "run_name": f"ppo{len(list(tmp_path.iterdir()))}"}
+    plain = load_script(ROOT / "ppo_llm.py")
+    return read_metrics(plain.main(plain.Args(**flags | changes)))
+
+
+def told_otherwise(algo, monkeypatch, gap):
+    """From now on the sampler claims log-probs that are lower by twice `gap` in every other response."""
+    real = algo.generate
+
+    def generate(*args):
+        responses = real(*args)
+        for i, response in enumerate(responses[::2]):
+            responses[2 * i] = response._replace(logprobs=[x - 2 * gap for x in response.logprobs])
+        return responses
+
+    monkeypatch.setattr(algo, "generate", generate)
+
+
+def test_bypass_weights(variant):
+    weigh = variant("bypass").rollout_weights
+    old = torch.tensor([[0.5, -0.5, 1.5, torch.nan], [-3.0, 0.1, 0.0, 50.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, True, False], [True] * 4])
+    token = weigh(old, torch.zeros(2, 4), mask, "token", 2.0)
+    assert torch.allclose(token, torch.tensor([[0.5, -0.5, 0.6931472, -torch.inf], [-3, 0.1, 0, 0.6931472]]).exp())
+    assert not token.requires_grad
+    sequence = weigh(old, torch.zeros(2, 4), mask, "sequence", 1e30)
+    assert torch.allclose(sequence, torch.tensor([[1.5, 1.5, 1.5, -torch.inf], [20.0] * 4]).exp())  # clamped at 20
+
+
+def test_bypass_corrects_for_the_sampler(variant, train, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    flags = {"total_iterations": 1, "temperature": 0.9, "kl_reward_coef": 0.0}
+    plain = untimed(by_ppo("bypass", folder, tmp_path, **flags))[1]
+    told_otherwise(variant("bypass"), monkeypatch, 0.005)
+    rollout = train("bypass", **flags)[1]
+    token = train("bypass", old_logprobs="corrected", **flags)[1]
+    sequence = train("bypass", old_logprobs="corrected", is_level="sequence", **flags)[1]
+    capped = train("bypass", old_logprobs="corrected", is_cap=1.0, **flags)[1]
+    for metrics in rollout, token, sequence, capped:  # of the training pass, whatever the old log-probs are
+        assert metrics["rollout/logprob_diff"] == pytest.approx(0.005, rel=1e-3)
+    assert rollout["response/length_mean"] == 12  # of all, so that half of the tokens have the weight
+    for metrics, weight in (rollout, 1), (token, math.exp(0.01)), (sequence, math.exp(0.12)), (capped, 1):
+        average, square = (1 + weight) / 2, (1 + weight**2) / 2
+        assert metrics["rollout/weight_mean"] == pytest.approx(average, rel=1e-5)
+        assert metrics["rollout/ess"] == pytest.approx(average**2 / square, rel=1e-5)
+    assert rollout["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.01)) / 2) and token["actor/ratio_mean"] == 1
+    # Where nothing is clipped or capped they have the same gradient, and not that of ppo_llm.py.
+    assert token["actor/grad_norm"] == pytest.approx(rollout["actor/grad_norm"], rel=1e-5)
+    assert token["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=1e-4)
+    same = plain.keys() - {"rollout/logprob_diff"}
+    assert {name: capped[name] for name in same} == {name: plain[name] for name in same}  # every weight is 1
+
+
+def test_bypass_without_a_pass(variant, train, monkeypatch):
+    algo, passes = variant("bypass"), []
+    real = algo.forward_all
+    monkeypatch.setattr(algo, "forward_all", lambda module, *args: passes.append(module) or real(module, *args))
+    for old_logprobs, count in ("rollout", 0), ("corrected", 2):
+        passes.clear()
+        train("bypass", old_logprobs=old_logprobs, kl_reward_coef=0.0, total_iterations=2)
+        assert sum(isinstance(module, algo.Policy) for module in passes) == count
+
+
+@pytest.mark.parametrize("old_logprobs", ["rollout", "corrected"])
+def test_bypass_refuses_another_sampler(variant, train, monkeypatch, capsys, old_logprobs):
+    told_otherwise(variant("bypass"), monkeypatch, 0.02)
+    with pytest.raises(SystemExit):
+        train("bypass", old_logprobs=old_logprobs)
+    assert "sampler and training pass differ by 0.02" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train("bypass", is_cap=0.5)
+    assert "--is-cap is 0.5, its least value is 1" in capsys.readouterr().err
+
+
+# --- adaptive_kl
+
+
+def coefficient(metrics):
+    """The KL coefficient that the rewards of an iteration had: (score - total) / KL, both per response."""
+    kl = metrics["kl/mean"] * metrics["response/length_mean"]
+    return (metrics["reward/mean"] - metrics["reward/total_mean"]) / kl
+
+
+def test_the_kl_controller(variant):
+    controller = variant("adaptive_kl").AdaptiveKL(0.02, 0.05, 1000)
+    found = []
+    for kl in (0.0, 0.05, 0.055, 0.5, -1.0):  # far below, on target, 10% above, far above, far below
+        controller.update(kl, 256)
+        found.append(round(controller.coef, 5))
+    assert found == [0.01898, 0.01898, 0.01946, 0.02046, 0.01941]
+    controller.update(0.0, 10**6)  # many more responses than the horizon has: not below 0
+    assert controller.coef == pytest.approx(0.01941 * 0.8, rel=1e-3)
+
+
+def test_the_kl_coefficient_follows_and_resumes(train, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    flags = {"kl_reward_coef": 0.5, "kl_target": 1e-4, "kl_horizon": 20.0, "critic_warmup_iterations": 1}
+    flags |= {"total_iterations": 5, "save_every": 4, "lr": 1e-2}
+    whole = train("adaptive_kl", **flags, run_name="whole")
+    coefs = [m["kl/coef"] for m in whole[1:]]
+    assert coefs[:2] == [0.5] * 2 and "actor/loss" not in whole[1]  # not steered while the actor does not move
+    for before, after, m in zip(coefs[1:], coefs[2:], whole[2:]):
+        error = max(-0.2, min(0.2, m["kl/mean"] / 1e-4 - 1))
+        assert after == before * (1 + error * 8 / 20) != before
+    for m in whole[3:]:  # it is this coefficient that the rewards have
+        assert coefficient(m) == pytest.approx(m["kl/coef"], rel=1e-3)
+    train("adaptive_kl", **flags | {"total_iterations": 4}, run_name="part")
+    shutil.copytree(tmp_path / "part", tmp_path / "mixed")
+    assert untimed(train("adaptive_kl", **flags, run_name="part", resume="auto")) == untimed(whole)
+
+    # A run that is not adaptive has the coefficient of its flag, whatever the checkpoint says; and the reverse.
+    own = {name: value for name, value in flags.items() if name not in ("kl_target", "kl_horizon")}
+    plain = by_ppo("adaptive_kl", folder, tmp_path, **own, run_name="mixed", resume="auto")
+    assert coefs[4] != 0.5 and coefficient(plain[5]) == pytest.approx(0.5, rel=1e-3)
+    by_ppo("adaptive_kl", folder, tmp_path, **own | {"total_iterations": 4}, run_name="plain")
+    assert train("adaptive_kl", **flags, run_name="plain", resume="auto")[5]["kl/coef"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["kl_reward_coef", "kl_target", "kl_horizon"])
+def test_an_adaptive_kl_of_nothing_is_refused(train, capsys, name):
+    with pytest.raises(SystemExit):
+        train("adaptive_kl", **{name: 0.0})
+    assert "--kl-reward-coef, --kl-target and --kl-horizon must be above 0" in capsys.readouterr().err
+
+
+# --- top_p
+
+
+def test_top_p_and_top_k_cut_the_tail(variant):
+    sample = variant("top_p").sample_tokens
+    probs = torch.tensor([0.15, 0.4, 0.05, 0.3, 0.1])
+    uniforms = (torch.arange(1000) + 0.5) / 1000
+
+    def shares(logits, top_p, top_k, temperature=1.0):
+        tokens, logprobs = sample(logits.expand(1000, 5), uniforms.double(), temperature, top_p, top_k)
+        found = torch.bincount(tokens, minlength=5) / 1000
+        assert torch.allclose(logprobs.exp(), found[tokens], atol=2e-3)  # those of what is sampled from
+        return found
+
+    def scaled(*kept):
+        left = torch.where(torch.isin(torch.arange(5), torch.tensor(kept)), probs, 0)
+        return pytest.approx((left / left.sum()).tolist(), abs=2e-3)
+
+    logits = probs.log()
+    assert shares(logits, 1.0, 0).tolist() == scaled(0, 1, 2, 3, 4)
+    assert shares(logits, 0.69, 0).tolist() == scaled(1, 3) and shares(logits, 0.71, 0).tolist() == scaled(0, 1, 3)
+    assert shares(logits, 0.01, 0).tolist() == scaled(1)
+    assert shares(logits, 1.0, 2).tolist() == scaled(1, 3) and shares(logits, 1.0, 1).tolist() == scaled(1)
+    assert shares(logits, 0.5, 3).tolist() == scaled(1, 3)  # of the three that are left 0.47 is not enough
+    assert shares(logits, 0.45, 3).tolist() == scaled(1)
+    assert shares(logits, 1.0, 99).tolist() == scaled(0, 1, 2, 3, 4)  # more than there are
+    assert (shares(torch.zeros(5), 1.0, 2) > 0).sum() == 2  # of equal ones
+    assert (shares(logits, 0.69, 0, temperature=3.0) > 0).sum() == 3  # after the temperature: 0.63 for the two
+    tokens, logprobs = sample(logits[None], uniforms[:1], 0, 0.5, 2)
+    assert (tokens.item(), logprobs.item()) == (1, 0)
+
+
+def test_top_p_cuts_in_training_alone_and_is_guarded(variant, train, folder, monkeypatch, capsys):
+    algo = variant("top_p")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    flags = {"eval_dataset": f"{folder}/test.jsonl", "eval_rows": 5, "total_iterations": 2, "max_response_length": 16}
+    whole = train("top_p", **flags)
+    cut = train("top_p", **flags, top_p=0.6, top_k=20)
+    assert untimed(whole)[0] == untimed(cut)[0] and "eval/score_sampled" in cut[0]  # evaluation cuts nothing
+    for m in cut[1:]:  # of the probability 0.6 or more is kept, and scaled up
+        assert 0.05 < m["rollout/logprob_diff"] < 1 and whole[1]["rollout/logprob_diff"] < 1e-5
+    with pytest.raises(SystemExit):
+        train("top_p", top_p=0.0)
+    assert "--top-p is 0.0, its least value is 0.01" in capsys.readouterr().err
+
+    real = algo.sample_tokens
+    for change in (lambda x: x * 1.5, lambda x: x / 1.5, lambda x: x + torch.nan):  # a sampler of other probabilities
+        monkeypatch.setattr(algo, "sample_tokens", lambda logits, *args, c=change: real(c(logits), *args))
+        with pytest.raises(SystemExit):
+            train("top_p", top_p=0.9)
+        assert "sampler and training pass differ by" in capsys.readouterr().err
+
+
+# --- anneal
+
+
+def test_schedules(variant):
+    schedule = variant("anneal").schedule
+    linear = [schedule("linear", i, 6, 2) for i in range(1, 7)]
+    assert linear == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]  # the last iteration still trains
+    cosine = [schedule("cosine", i, 4, 0) for i in range(1, 5)]
+    assert cosine == pytest.approx([1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2])
+    assert [schedule("constant", i, 4, 3) for i in range(1, 5)] == [1 / 3, 2 / 3, 1, 1]
+    assert schedule("linear", 2, 2, 2) == schedule("cosine", 1, 1, 0) == 1
+
+
+def test_both_learning_rates_fall(train, folder, tmp_path, monkeypatch):
+    rates, real = [], torch.optim.AdamW.step
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self, *args: rates.append(self.param_groups[0]["lr"]) or real(self, *args)
+    )
+    metrics = train("anneal", total_iterations=5, warmup_iterations=1, lr=1e-3, critic_lr=2e-3)
+    factors = [1, 1, 0.75, 0.5, 0.25]
+    assert rates[::2] == pytest.approx([1e-3 * x for x in factors]) == [m["actor/lr"] for m in metrics[1:]]
+    assert rates[1::2] == pytest.approx([2e-3 * x for x in factors])
+    constant = untimed(train("anneal", lr_schedule="constant", warmup_iterations=2))
+    for mine, plain in zip(constant, untimed(by_ppo("anneal", folder, tmp_path, warmup_iterations=2)), strict=True):
+        assert mine.pop("actor/lr", None) != 0 and mine == plain
+
+
+# --- kl_gradient
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_a_plus_has_the_value_of_one_and_the_gradient_of_the_kl(variant, kind):
+    algo, plain = variant("kl_gradient"), load_script(ROOT / "ppo_llm.py")
+    stream = torch.Generator().manual_seed(0)
+    logits, ref = torch.randn(2, 6, generator=stream, dtype=torch.float64)
+    logits.requires_grad_()
+    logprobs, ref = logits.log_softmax(-1), ref.log_softmax(-1)
+    (kl_gradient,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
+
+    def expected(kind):
+        """The mean under the policy of a token's gradient."""
+        losses = logprobs.exp().detach() * algo.kl_penalty(logprobs, ref, kind)
+        return torch.autograd.grad(losses.sum(), logits, retain_graph=True)[0]
+
+    assert torch.allclose(expected(f"{kind}+"), kl_gradient)
+    assert not torch.allclose(expected(kind), kl_gradient, rtol=0.1)
+    assert torch.equal(algo.kl_penalty(logprobs, ref, f"{kind}+"), plain.kl_penalty(logprobs, ref, kind))
+    assert torch.equal(algo.kl_penalty(logprobs, ref, kind), plain.kl_penalty(logprobs, ref, kind))
+    assert torch.equal(algo.kl_penalty(logprobs, ref, "abs"), (logprobs - ref).abs())
+
+
+def test_k1_plus_in_the_loss_trains_as_k2(train):
+    flags = {"kl_loss_coef": 0.3, "kl_reward_coef": 0.0, "minibatch_size": 4}
+    k2, plus, k1 = (untimed(train("kl_gradient", **flags, kl_loss_kind=kind)) for kind in ("k2", "k1+", "k1"))
+    for a, b, c in zip(k2[1:], plus[1:], k1[1:], strict=True):
+        assert a.pop("actor/loss") != b.pop("actor/loss") and a == b
+        assert b["actor/grad_norm"] != c["actor/grad_norm"]
+
+
+LEFT = {  # what left the scripts in 0.3
+    "bypass": {"old_logprobs": "corrected", "is_level": "sequence", "is_cap": 1.05},
+    "adaptive_kl": {"kl_reward_coef": 0.5, "kl_target": 1e-4, "kl_horizon": 20.0, "lr": 1e-2},
+    "top_p": {"top_p": 0.7, "top_k": 9},
+    "anneal": {"lr_schedule": "cosine"},
+    "kl_gradient": {"kl_reward_kind": "abs", "kl_loss_coef": 0.1, "kl_loss_kind": "k3+"},
+}
+# A sampler that claims other log-probs, of each token by itself: whatever rows are beside it.
+OTHERWISE = """
+import bypass_llm
+
+real = bypass_llm.generate
+
+
+def generate(*args):
+    return [r._replace(logprobs=[x - 0.002 * (i % 5) for x, i in zip(r.logprobs, r.ids)]) for r in real(*args)]
+
+
+bypass_llm.generate = generate
+if __name__ == "__main__":
+    bypass_llm.main(bypass_llm.parse_args())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEFT)
+def test_by_two_as_by_one(name, folder, tmp_path):
+    script = folder / f"{name}_llm.py"
+    if name == "bypass":
+        script = folder / "otherwise.py"
+        script.write_text(OTHERWISE)
+    found = []
+    for processes in 1, 2:
+        flags = flags_of(name, folder) | LEFT[name] | {"output_dir": tmp_path, "run_name": str(processes)}
+        code, console = forked(script, flags, processes)
+        assert code == 0 and f"{processes} process(es)" in console, console
+        found.append(untimed(read_metrics(tmp_path / str(processes))))
+    for one, two in zip(*found, strict=True):
+        assert one.keys() == two.keys()
+        for metric in one:
+            assert one[metric] == pytest.approx(two[metric], rel=1e-4, abs=1e-5), metric
+    if name == "bypass":
+        assert all(1.02 < m["rollout/weight_mean"] < 1.05 and m["rollout/ess"] < 0.99999 for m in found[0][1:])
