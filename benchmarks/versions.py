@@ -1,7 +1,8 @@
 """The same numbers as an earlier version: its scripts and today's with the same flags, every metric to the bit.
 
-    python benchmarks/versions.py                      all cases against version 0.2
+    python benchmarks/versions.py                      all cases of the scripts against version 0.2
     python benchmarks/versions.py ppo rloo             some of them
+    python benchmarks/versions.py bypass top_p         variants (VARIANTS below): each against the flag that 0.2 had
     python benchmarks/versions.py --rounds 5 ppo grpo  processor seconds of an iteration as well, both in turns
 
 Three iterations of each case. Compared are all metrics that both log (times and memory aside) and the completions, to
@@ -24,11 +25,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "benchmarks" / "tiny"
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 COMPOSED = "grpo_llm_fsdp"
+sys.path.insert(0, str(ROOT / "notes"))
+import variants  # noqa: E402
+
 VERSION = "c9bdd21"  # 0.2
 # Nothing is left to what a version has for a default or guesses.
 COMMON = "--total-iterations 3 --eval-every 2 --eval-rows 16 --save-every 0 --track none --max-response-length 32"
@@ -36,25 +41,46 @@ COMMON += " --microbatch-tokens 512 --prompt-column question --answer-column ans
 DATA = f" --dataset {TINY}/train.jsonl --eval-dataset {TINY}/test.jsonl"
 PPO = " --batch-size 32 --minibatch-size 16"
 GRPO = " --batch-size 8 --group-size 4 --minibatch-size 16"
-# Name: script, processes, flags besides COMMON.
+
+
+class Case(NamedTuple):
+    script: str
+    processes: int
+    flags: str  # besides COMMON
+    variant: str | None = None  # patch of the script that runs on today's side
+    old: str = ""  # flags of the earlier version alone
+    new: str = ""  # flags of today's side alone
+
+
 CASES = {
-    "ppo": ("ppo_llm", 1, PPO),
-    "ppo-warmup": ("ppo_llm", 1, PPO + " --critic-warmup-iterations 1 --warmup-iterations 3 --no-whiten-advantages"),
-    "ppo-two": ("ppo_llm", 2, PPO + " --missing-eos-penalty 0.5 --critic-model {chat}"),
-    "grpo": ("grpo_llm", 1, GRPO),
-    "grpo-two": ("grpo_llm", 2, GRPO + " --dtype bfloat16"),
-    "rloo": ("grpo_llm", 1, GRPO + " --estimator rloo --kl-reward-coef 0.05 --loss-agg seq-mean-token-sum"),
-    "dr_grpo": ("grpo_llm", 1, GRPO + " --estimator dr_grpo --loss-agg seq-mean-token-sum-norm --kl-loss-coef 0"),
-    "reinforce_pp": ("grpo_llm", 2, GRPO + " --estimator reinforce_pp --kl-reward-coef 0.01 --kl-reward-kind k2"),
-    "sharded": ("ppo_llm_fsdp", 2, PPO),
-    "sharded-rollout": ("ppo_llm_fsdp", 2, PPO + " --rollout-params sharded --offload"),
-    "composed": (COMPOSED, 2, GRPO),
-    "lora": ("ppo_llm", 2, PPO + " --lora-rank 4 --lr 1e-3"),
-    "sharded-lora": ("ppo_llm_fsdp", 2, PPO + " --lora-rank 4 --lr 1e-3"),
-    "chat": ("grpo_llm", 1, GRPO + " --model {chat} --lr 1e-4 --temperature 0.8" + DATA),
-    "epochs": ("ppo_llm", 1, PPO + " --ppo-epochs 2 --gradient-checkpointing --max-grad-norm 0.05"),
-    "losses": ("ppo_llm", 1, PPO + " --entropy-coef 0.01 --kl-loss-coef 0.1 --kl-loss-kind k3 --clip-high 0.01"),
+    "ppo": Case("ppo_llm", 1, PPO),
+    "ppo-warmup": Case(
+        "ppo_llm", 1, PPO + " --critic-warmup-iterations 1 --warmup-iterations 3 --no-whiten-advantages"
+    ),
+    "ppo-two": Case("ppo_llm", 2, PPO + " --missing-eos-penalty 0.5 --critic-model {chat}"),
+    "grpo": Case("grpo_llm", 1, GRPO),
+    "grpo-two": Case("grpo_llm", 2, GRPO + " --dtype bfloat16"),
+    "rloo": Case("grpo_llm", 1, GRPO + " --estimator rloo --kl-reward-coef 0.05 --loss-agg seq-mean-token-sum"),
+    "dr_grpo": Case("grpo_llm", 1, GRPO + " --estimator dr_grpo --loss-agg seq-mean-token-sum-norm --kl-loss-coef 0"),
+    "reinforce_pp": Case("grpo_llm", 2, GRPO + " --estimator reinforce_pp --kl-reward-coef 0.01 --kl-reward-kind k2"),
+    "sharded": Case("ppo_llm_fsdp", 2, PPO),
+    "sharded-rollout": Case("ppo_llm_fsdp", 2, PPO + " --rollout-params sharded --offload"),
+    "composed": Case(COMPOSED, 2, GRPO),
+    "lora": Case("ppo_llm", 2, PPO + " --lora-rank 4 --lr 1e-3"),
+    "sharded-lora": Case("ppo_llm_fsdp", 2, PPO + " --lora-rank 4 --lr 1e-3"),
+    "chat": Case("grpo_llm", 1, GRPO + " --model {chat} --lr 1e-4 --temperature 0.8" + DATA),
+    "epochs": Case("ppo_llm", 1, PPO + " --ppo-epochs 2 --gradient-checkpointing --max-grad-norm 0.05"),
+    "losses": Case("ppo_llm", 1, PPO + " --entropy-coef 0.01 --kl-loss-coef 0.1 --kl-loss-kind k3 --clip-high 0.01"),
 }
+# What left the scripts, in 0.2 a flag and now a variant. They run only if named, one by one or all of a variant. A line
+# adds a case: script and flags of both sides, the patch of today's side, flags of the old side alone (`old`) and of
+# today's alone (`new`; a reward file has no patch, but `new=" --reward {root}/notes/variants/NAME.py:FUNCTION"`).
+VARIANTS = {
+    "bypass-rollout": Case("ppo_llm", 1, PPO + " --old-logprobs rollout", "bypass"),
+    "bypass-token": Case("ppo_llm", 1, PPO + " --old-logprobs corrected", "bypass"),
+    "bypass-sequence": Case("ppo_llm", 1, PPO + " --old-logprobs corrected --is-level sequence", "bypass"),
+}
+ALL = CASES | VARIANTS
 
 TIMED = " --total-iterations 8 --eval-rows 0 --max-response-length 64"  # last, so that these hold
 TIMED += " --microbatch-tokens 1024 --minibatch-size 32 --batch-size {batch_size}"
@@ -91,8 +117,8 @@ def compose(folder):
     (folder / f"{COMPOSED}.py").write_text(done.stdout)
 
 
-def lay_out(folder, version):
-    """The scripts of a commit, or of the working tree, beside the embedded task."""
+def lay_out(folder, version, patches=()):
+    """The scripts of a commit, or of the working tree with these variants of them, beside the embedded task."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in SCRIPTS:
         if version is None:
@@ -102,20 +128,29 @@ def lay_out(folder, version):
             text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         (folder / f"{name}.py").write_text(text)
     compose(folder)
+    for name in patches:
+        (folder / f"{name}_llm.py").write_text(variants.patched(name))
     if not (folder / "benchmarks").exists():
         (folder / "benchmarks").mkdir()
         (folder / "benchmarks" / "tiny").symlink_to(TINY)
 
 
-def command_of(case, scripts, runs, program=None, more=""):
-    """The command of a case. program: runs in place of the script."""
-    script, processes, flags = CASES[case]
-    words = shlex.split((COMMON + flags + more).format(chat=scripts.parent / "chat"))
+def script_of(case, side):
+    """Name of the script that a case runs on a side, "old" or "new"."""
+    script, variant = ALL[case].script, ALL[case].variant
+    return f"{variant}_llm" if variant and side == "new" else script
+
+
+def command_of(case, side, scripts, runs, program=None, more=""):
+    """The command of a case on a side. program: runs in place of the script."""
+    processes, flags = ALL[case].processes, ALL[case].flags
+    flags += getattr(ALL[case], side)
+    words = shlex.split((COMMON + flags + more).format(chat=scripts.parent / "chat", root=ROOT))
     launcher = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_machines", "1"]
     launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     launcher += ["--num_processes", str(processes)] + ["--multi_gpu"] * (processes > 1)
     start = launcher if processes > 1 else [sys.executable]
-    program = program or scripts / f"{script}.py"
+    program = program or scripts / f"{script_of(case, side)}.py"
     return [*start, str(program), *words, "--output-dir", str(runs), "--run-name", case]
 
 
@@ -128,9 +163,9 @@ def call(command, log):
         sys.exit(f"{shlex.join(command)}: exit code {code}\n{log.read_text()[-3000:]}")
 
 
-def run(case, scripts, runs, again):
+def run(case, side, scripts, runs, again):
     """Trains. Not again: only if it has not run so."""
-    command = command_of(case, scripts, runs)
+    command = command_of(case, side, scripts, runs)
     done = runs / f"{case}.txt"
     if not again and done.exists() and done.read_text() == shlex.join(command):
         return
@@ -141,16 +176,16 @@ def run(case, scripts, runs, again):
     done.write_text(shlex.join(command))
 
 
-def processor_seconds(case, scripts):
+def processor_seconds(case, side, scripts):
     """Of an iteration on rank 0: the median over all but the first two."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         notes = folder / "times.txt"
         program = folder / "run.py"
-        program.write_text(RUN.format(folder=str(scripts), script=CASES[case][0], notes=str(notes)))
-        batch_size = 32 if "--group-size" in CASES[case][2] else 128
+        program.write_text(RUN.format(folder=str(scripts), script=script_of(case, side), notes=str(notes)))
+        batch_size = 32 if "--group-size" in ALL[case].flags else 128
         flags = TIMED.format(batch_size=batch_size)
-        call(command_of(case, scripts, folder, program, flags), folder / "console.txt")
+        call(command_of(case, side, scripts, folder, program, flags), folder / "console.txt")
         times = [float(line) for line in notes.read_text().split()]  # the first is from before training
     seconds = [end - begin for begin, end in itertools.pairwise(times)]
     return statistics.median(seconds[2:])
@@ -178,23 +213,26 @@ def compare(old, new):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (default: these); {', '.join(VARIANTS)}")
     parser.add_argument("--version", default=VERSION, help="commit to compare with")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "versions")
     parser.add_argument("--rounds", type=int, default=0, help="so many turns of both, for their processor seconds")
     args = parser.parse_args()
-    unknown = set(args.cases) - CASES.keys()
-    if unknown:
-        parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    chosen = []
+    for name in args.cases or CASES:
+        cases = [case for case in ALL if name in (case, ALL[case].variant)]
+        if not cases:
+            parser.error(f"no case {name}; there are {', '.join(ALL)}")
+        chosen += cases
     folder = args.folder.resolve()
     sides = {"old": folder / args.version, "new": folder / "today"}
     make_chat_model(folder / "chat")
     lay_out(sides["old"], args.version)
-    lay_out(sides["new"], None)
+    lay_out(sides["new"], None, {ALL[case].variant for case in chosen} - {None})
     failed, gone, added = False, set(), set()
-    for case in args.cases or CASES:
+    for case in chosen:
         for side, scripts in sides.items():
-            run(case, scripts, scripts / "runs", again=side == "new")
+            run(case, side, scripts, scripts / "runs", again=side == "new")
         differences, case_gone, case_added = compare(*(scripts / "runs" / case for scripts in sides.values()))
         gone |= set(case_gone)
         added |= set(case_added)
@@ -205,7 +243,7 @@ def main():
         seconds = {side: [] for side in sides}
         for _ in range(args.rounds):
             for side, scripts in sides.items():
-                seconds[side].append(processor_seconds(case, scripts))
+                seconds[side].append(processor_seconds(case, side, scripts))
         if args.rounds:
             ratios = sorted(new / old for old, new in zip(seconds["old"], seconds["new"]))
             ends = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
