@@ -50,6 +50,7 @@ class Case(NamedTuple):
     variant: str | None = None  # patch for today's side, merged into the script if made of another
     old: str = ""  # flags of the earlier version alone
     new: str = ""  # flags of today's side alone
+    mended: tuple = ()  # metrics that were wrong in the earlier version
 
 
 CASES = {
@@ -75,6 +76,7 @@ CASES = {
 # What left the scripts, in 0.2 a flag and now a variant. They run only if named, one by one or all of a variant. A line
 # adds a case: script and flags of both sides, the patch of today's side, flags of the old side alone (`old`) and of
 # today's alone (`new`; a reward file has no patch, but `new=" --reward {root}/notes/variants/NAME.py:FUNCTION"`).
+CLASSIFIED = " --reward {root}/notes/variants/reward_model.py:reward_model"
 VARIANTS = {
     "bypass-rollout": Case("ppo_llm", 1, PPO + " --old-logprobs rollout --ppo-epochs 2", "bypass"),
     "bypass-half": Case("ppo_llm", 1, PPO + " --old-logprobs rollout --dtype bfloat16", "bypass"),
@@ -116,6 +118,12 @@ VARIANTS = {
     "kl_gradient-loss": Case(
         "ppo_llm", 1, PPO + " --kl-reward-kind k1+ --kl-loss-coef 0.1 --kl-loss-kind abs", "kl_gradient"
     ),
+    "dual_clip": Case("ppo_llm", 1, PPO + " --ppo-epochs 3 --lr 3e-3 --dual-clip 1.05", "dual_clip"),
+    "value_clip": Case("ppo_llm", 1, PPO + " --ppo-epochs 3 --value-clip 0.02", "value_clip"),
+    # The earlier version counted the loss of the minibatch at which it stopped.
+    "target_kl": Case("ppo_llm", 1, PPO + " --ppo-epochs 3 --target-kl 3e-4", "target_kl", mended=("actor/loss",)),
+    "target_kl-never": Case("ppo_llm", 1, PPO + " --ppo-epochs 3 --target-kl 100", "target_kl"),
+    "reward_model": Case("ppo_llm", 1, PPO, old=" --reward-model {classifier}", new=CLASSIFIED),
 }
 ALL = CASES | VARIANTS
 
@@ -143,6 +151,16 @@ def make_chat_model(folder):
     shutil.copytree(TINY / "model", folder, dirs_exist_ok=True)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}answer: "
     (folder / "chat_template.jinja").write_text(template)
+
+
+def make_classifier(folder, chat):
+    """The same as a reward model, for the flag of the earlier version and for today's reward file."""
+    from transformers import AutoModelForSequenceClassification, set_seed
+
+    set_seed(1)  # for the head
+    shutil.copytree(chat, folder, dirs_exist_ok=True)
+    AutoModelForSequenceClassification.from_pretrained(chat, num_labels=1).save_pretrained(folder)
+    os.environ |= {"REWARD_MODEL": str(folder), "REWARD_BATCH": "1"}
 
 
 def compose(folder):
@@ -186,7 +204,8 @@ def command_of(case, side, scripts, runs, program=None, more=""):
     """The command of a case on a side. program: runs in place of the script."""
     processes, flags = ALL[case].processes, ALL[case].flags
     flags += getattr(ALL[case], side)
-    words = shlex.split((COMMON + flags + more).format(chat=scripts.parent / "chat", root=ROOT))
+    places = {name: scripts.parent / name for name in ("chat", "classifier")}
+    words = shlex.split((COMMON + flags + more).format(**places, root=ROOT))
     launcher = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_machines", "1"]
     launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     launcher += ["--num_processes", str(processes)] + ["--multi_gpu"] * (processes > 1)
@@ -236,14 +255,14 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def compare(old, new):
-    """(what differs, names that only the old side has, names that only the new one has)"""
+def compare(old, new, mended=()):
+    """(what differs, names that only the old side has, names that only the new one has). mended: what may differ."""
     differences, gone, added = [], set(), set()
     for before, after in zip(read_lines(old / "metrics.jsonl"), read_lines(new / "metrics.jsonl"), strict=True):
         timed = {name for name in before.keys() | after.keys() if name.startswith(("time/", "memory/"))}
         gone |= before.keys() - after.keys() - timed
         added |= after.keys() - before.keys() - timed
-        for name in sorted((before.keys() & after.keys()) - timed):
+        for name in sorted((before.keys() & after.keys()) - timed - {*mended}):
             if before[name] != after[name]:
                 differences.append(f"step {before['step']} {name}: {before[name]!r} became {after[name]!r}")
     for path in sorted((old / "completions").iterdir()):
@@ -268,17 +287,22 @@ def main():
     folder = args.folder.resolve()
     sides = {"old": folder / args.version, "new": folder / "today"}
     make_chat_model(folder / "chat")
+    if "reward_model" in chosen:
+        make_classifier(folder / "classifier", folder / "chat")
     lay_out(sides["old"], args.version)
     lay_out(sides["new"], None, {(ALL[case].variant, ALL[case].script) for case in chosen if ALL[case].variant})
     failed, gone, added = False, set(), set()
     for case in chosen:
         for side, scripts in sides.items():
             run(case, side, scripts, scripts / "runs", again=side == "new")
-        differences, case_gone, case_added = compare(*(scripts / "runs" / case for scripts in sides.values()))
+        both = [scripts / "runs" / case for scripts in sides.values()]
+        mended = ALL[case].mended
+        differences, case_gone, case_added = compare(*both, mended)
         gone |= set(case_gone)
         added |= set(case_added)
         failed |= bool(differences)
-        print(f"{case}: {'the same' if not differences else f'{len(differences)} differences'}", flush=True)
+        but = f" but for {', '.join(mended)}, mended since" if mended else ""
+        print(f"{case}: {'the same' if not differences else f'{len(differences)} differences'}{but}", flush=True)
         for line in differences[:10]:
             print(f"    {line}")
         seconds = {side: [] for side in sides}
