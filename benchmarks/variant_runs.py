@@ -57,6 +57,7 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "vc_ppo": ("vc_ppo", "--total-iterations 50", 3),
     "grpo": ("grpo_llm", "", 3),
     "cispo": ("cispo", "", 3),
+    "entropy_tokens": ("entropy_tokens", "", 3),
     "dapo": ("dapo", "", 3),
     "gspo": ("gspo", "", 3),
     "replay": ("replay", "", 3),
@@ -80,7 +81,7 @@ OLD = ("distill",)  # as it was run with version 0.2
 ENVIRONMENT = {f"lengths-{n}": {"LENGTH_TARGET": str(n)} for n in (80, 100)}
 FIGURES = {
     "plain_pg": ("ppo", "plain_pg", "ppo-1step", "plain_pg-1step", "ppo-epochs4", "plain_pg-epochs4"),
-    "grpo": ("grpo", "cispo", "dapo", "gspo", "replay", "distill"),
+    "grpo": ("grpo", "cispo", "entropy_tokens", "dapo", "gspo", "replay", "distill"),
     "tasks": ("sequence-each", "sequence-one", "sequence-all"),
 }
 

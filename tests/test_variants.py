@@ -1178,3 +1178,233 @@ def test_a_reward_model_on_two_processes(folder, tmp_path):
     assert one[1]["reward/std"] > 0.1
     for metric in untimed(one)[1]:
         assert one[1][metric] == pytest.approx(two[1][metric], rel=1e-4, abs=1e-5), metric
+
+
+# --- entropy_tokens
+
+
+def test_only_the_tokens_of_highest_entropy_have_a_gradient(variant, train, monkeypatch):
+    """Those above one threshold for the batch; a token that is left counts in the denominators all the same."""
+    algo, calls = variant("entropy_tokens"), []
+    real_forward, real_loss = algo.Policy.forward, algo.policy_loss
+
+    def forward(policy, tokens, mask):
+        logprobs, entropy = real_forward(policy, tokens, mask)
+        if logprobs.requires_grad:
+            calls.append([mask, entropy.detach()])
+        return logprobs, entropy
+
+    def policy_loss(new, old, advantages, *clips):
+        if new.requires_grad:
+            calls[-1].append(advantages)
+            new.register_hook(calls[-1].append)
+        return real_loss(new, old, advantages, *clips)
+
+    monkeypatch.setattr(algo.Policy, "forward", forward)
+    monkeypatch.setattr(algo, "policy_loss", policy_loss)
+    flags = {"lr": 0.0, "kl_loss_coef": 0.0, "total_iterations": 1, "entropy_share": 0.3}
+    metrics = train("entropy_tokens", **flags)[1]
+    trained, left = [], []
+    for mask, entropy, advantages, gradient in calls:
+        expected = -advantages / mask.sum(1, keepdim=True) / 8  # a minibatch of 8 responses: seq-mean-token-mean
+        assert torch.allclose(gradient, expected, atol=1e-8)
+        trained.append(entropy[mask & (gradient != 0)])
+        left.append(entropy[mask & (gradient == 0)])
+    trained, left = torch.cat(trained), torch.cat(left)
+    count = len(trained) + len(left)
+    assert trained.min() > left.max() and trained.min() >= metrics["actor/entropy_threshold"] > left.max()
+    assert int(0.3 * (count - 1)) + 1 <= len(trained) < 0.4 * count  # equal prefixes are in together
+
+
+def test_equal_entropies_are_chosen_together(variant):
+    threshold = variant("entropy_tokens").entropy_threshold
+    entropies = torch.tensor([0.1, 0.9, 0.5, 0.5 + 1e-6, 0.5 - 1e-6, 0.3, 0.2, 0.0, 0.0, 0.0])
+    chosen = [int((entropies >= threshold(entropies, share)).sum()) for share in (0.0, 0.12, 0.3, 0.5, 1.0)]
+    assert chosen == [1, 4, 4, 5, 10]
+
+
+def test_with_all_tokens_entropy_tokens_is_grpo(train, folder):
+    changed = train("entropy_tokens", entropy_share=1.0)
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    flags = flags_of("entropy_tokens", folder) | {"output_dir": str(folder), "run_name": "all_tokens"}
+    for a, b in zip(untimed(read_metrics(grpo.main(grpo.Args(**flags)))), untimed(changed), strict=True):
+        assert a == {name: b[name] for name in a}
+
+
+def agreement(script, name, folder, train, tmp_path, **flags):
+    """Two processes of the script against one of the variant: metrics to rounding, completions to the letter."""
+    flags = {"eval_dataset": str(folder / "test.jsonl"), "eval_rows": 5, "eval_every": 2} | flags
+    fields = flags_of(name, folder) | {"output_dir": tmp_path / "two", "run_name": "run"} | flags
+    code, console = forked(script, fields)
+    assert code == 0 and "2 process(es)" in console, console
+    ones = train(name, **flags, run_name="one")
+    twos = read_metrics(tmp_path / "two" / "run")
+    for a, b in zip(untimed(ones), untimed(twos), strict=True):
+        assert a.keys() == b.keys()
+        for metric in a:
+            assert b[metric] == pytest.approx(a[metric], rel=1e-5, abs=1e-5), (a["step"], metric)
+    for path in (tmp_path / "one" / "completions").glob("eval_*"):
+        assert path.read_text() == (tmp_path / "two" / "run" / "completions" / path.name).read_text()
+    return ones
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", [None, "grpo_llm_fsdp"])
+@pytest.mark.parametrize("name", ["entropy_tokens", "pass_at_k", "one_step_off"])
+def test_one_and_two_processes_agree(name, on, sharded, train, tmp_path):
+    script = sharded / f"{name}_llm.py"
+    if on:
+        script = sharded / f"{name}_{on}.py"
+        script.write_text(shard(name, on, sharded)[0])
+    agreement(script, name, sharded, train, tmp_path, total_iterations=4)
+
+
+# --- pass_at_k
+
+
+def test_the_best_of_k_is_pass_at_k(variant):
+    """Against all choices of k samples, and for scores of 0 and 1 the formula of 2107.03374."""
+    from itertools import combinations
+    from math import comb
+
+    best_of = variant("pass_at_k").best_of
+    scores = torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    right = (scores > 0.3).double()
+    for k in range(1, 7):
+        choices = [scores[:, list(choice)].amax(1) for choice in combinations(range(6), k)]
+        assert torch.allclose(best_of(scores, k), torch.stack(choices).mean(0))
+        formula = [1 - comb(6 - int(c), k) / comb(6, k) for c in right.sum(1)]
+        assert torch.allclose(best_of(right, k), torch.tensor(formula).double())
+    assert best_of(scores[:0], 2).shape == (0,)
+
+
+def test_the_majority_votes_on_answers(variant):
+    vote = variant("pass_at_k").majority_score
+    assert vote(["so #### 1,234", "#### 7", "well #### 1234.0", "#### $1234"], [1.0, 0.0, 1.0, 1.0]) == 1
+    assert vote(["#### 7", "#### 7", "#### 8"], [0.0, 0.0, 1.0]) == 0
+    assert vote(["#### 8", "#### 7", "#### 7", "#### 8"], [1.0, 0.0, 0.0, 1.0]) == 1  # of two the first
+    assert vote(["b", "a", "a", "#### 7"], [0.0, 0.5, 0.5, 1.0]) == 0.5  # no numbers: texts
+
+
+def test_a_line_of_completions_has_its_own_samples(train, folder, tmp_path):
+    (folder / "digest.py").write_text(
+        "import zlib\n\n\ndef digest(prompts, responses, answers):\n"
+        "    return [zlib.crc32(repr(pair).encode()) % 97 / 97 for pair in zip(prompts, responses)]\n"
+    )
+    flags = {"eval_dataset": str(folder / "test.jsonl"), "eval_rows": 5, "eval_samples": 6, "total_iterations": 1}
+    metrics = train("pass_at_k", **flags, reward=f"{folder}/digest.py:digest", run_name="run")
+    sys.path.insert(0, str(folder))
+    from digest import digest
+
+    for step in (0, 1):
+        lines = (tmp_path / "run" / "completions" / f"eval_{step:06d}.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert len({row["prompt"] for row in rows}) == 5
+        for row in rows:
+            assert len(row["response_sampled"]) == 6 and len(set(row["response_sampled"])) > 3
+            assert row["score_sampled"] == digest([row["prompt"]] * 6, row["response_sampled"], None)
+            assert [row["score"]] == digest([row["prompt"]], [row["response"]], None)
+        scores = torch.tensor([row["score_sampled"] for row in rows])
+        assert metrics[step]["eval/score_sampled"] == pytest.approx(scores.mean().item(), abs=1e-6)
+        pairs = [(a, b) for a in range(6) for b in range(a)]
+        best = torch.stack([scores[:, pair].amax(1) for pair in pairs]).mean().item()
+        assert metrics[step]["eval/pass@2"] == pytest.approx(best, abs=1e-6)
+        assert {"eval/pass@4", "eval/majority"} < metrics[step].keys() and "eval/pass@8" not in metrics[step]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 5])
+def test_samples_do_not_depend_on_the_process_count(rows, train, folder, tmp_path):
+    """Two processes with 3 and 2 rows, or with 1 and none."""
+    flags = {"eval_rows": rows, "eval_samples": 3, "total_iterations": 2}
+    metrics = agreement(folder / "pass_at_k_llm.py", "pass_at_k", folder, train, tmp_path, **flags)
+    assert metrics[0]["eval/pass@2"] > metrics[0]["eval/score_sampled"]
+
+
+# --- one_step_off
+
+
+def test_the_weights_of_one_iteration_ago_sample(variant, train, folder, monkeypatch):
+    """And those of now are evaluated; a model's weights are told apart by their sum."""
+    algo, events = variant("one_step_off"), []
+    real_generate, real_forward = algo.generate, algo.forward_all
+
+    def add(kind, model):
+        events.append((kind, sum(p.double().sum().item() for p in model.parameters())))
+
+    monkeypatch.setattr(algo, "generate", lambda model, *args: add("sample", model) or real_generate(model, *args))
+    monkeypatch.setattr(algo, "forward_all", lambda module, *args: add("pass", module) or real_forward(module, *args))
+    evaluated = {"eval_dataset": str(folder / "test.jsonl"), "eval_rows": 2, "eval_every": 1}
+    train("one_step_off", total_iterations=4, kl_loss_coef=0.0, **evaluated)
+    assert [kind for kind, _ in events] == ["sample"] * 2 + ["sample", "pass", "pass", "sample", "sample"] * 4
+    start, iterations = events[0][1], [[w for _, w in events[first : first + 5]] for first in range(2, 22, 5)]
+    before, now = start, start  # what the policy was at the start of the last iteration, and is at that of this one
+    for sampled, policy, sampler, *evaluated in iterations:
+        assert sampled == sampler == before and policy == now
+        assert evaluated[0] == evaluated[1] != policy
+        before, now = now, evaluated[0]
+    assert len({sampled for sampled, *_ in iterations}) == 3
+
+
+def test_importance_weights_are_cut(variant, train, monkeypatch):
+    algo, passes, plain, used = variant("one_step_off"), [], [], []
+    real_forward, real_advantages, real_loss = algo.forward_all, algo.group_advantages, algo.policy_loss
+
+    def forward_all(module, minibatches, tokens, mask):
+        passes.append((mask, real_forward(module, minibatches, tokens, mask)))
+        return passes[-1][1]
+
+    monkeypatch.setattr(algo, "forward_all", forward_all)
+    monkeypatch.setattr(algo, "group_advantages", lambda *args: plain.append(real_advantages(*args)) or plain[-1])
+
+    def policy_loss(new, old, advantages, *clips):
+        if new.dim() == 3:  # the call for the log, with the whole batch
+            used.append(advantages)
+        return real_loss(new, old, advantages, *clips)
+
+    monkeypatch.setattr(algo, "policy_loss", policy_loss)
+    metrics = train("one_step_off", total_iterations=3, kl_loss_coef=0.0, lr=5e-3, is_cap=1.1)
+    for i in range(3):
+        mask, old = passes[2 * i]
+        _, sampled = passes[2 * i + 1]
+        ratio = (old - sampled).exp()
+        assert torch.allclose(used[i], torch.where(mask, plain[i][:, None] * ratio.clamp(max=1.1), 0), atol=1e-6)
+        weights = ratio[mask].clamp(max=1.1)
+        assert metrics[i + 1]["rollout/weight_mean"] == pytest.approx(weights.mean().item(), abs=1e-5)
+        ess = weights.mean() ** 2 / weights.square().mean()
+        assert metrics[i + 1]["rollout/ess"] == pytest.approx(ess.item(), abs=1e-5)
+        assert (i == 0) == bool((ratio == 1).all()) and (i == 0) == bool((weights < 1.1).all())
+
+
+def test_a_sampler_with_other_weights_is_refused(variant, train, monkeypatch, capsys):
+    monkeypatch.setattr(variant("one_step_off"), "exchange", lambda *models: None)
+    with pytest.raises(SystemExit):
+        train("one_step_off", lr=5e-3)
+    assert "iteration 2: sampler and training pass differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lora_rank", [0, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_older_weights_are_resumed(lora_rank, train):
+    flags = {"total_iterations": 4, "save_every": 2, "lora_rank": lora_rank}
+    whole = train("one_step_off", **flags, run_name="whole")
+    train("one_step_off", **flags | {"total_iterations": 2}, run_name="part")
+    resumed = train("one_step_off", **flags, run_name="part", resume="auto")
+    assert untimed(resumed) == untimed(whole) and whole[3]["rollout/weight_mean"] != 1
+
+
+@pytest.mark.slow
+def test_the_older_weights_are_resumed_from_shards(sharded, tmp_path):
+    script = sharded / "one_step_off_sharded.py"
+    script.write_text(shard("one_step_off", "grpo_llm_fsdp", sharded)[0])
+    flags = flags_of("one_step_off", sharded) | {"output_dir": tmp_path, "save_every": 2}
+    for changes in (
+        {"run_name": "whole", "total_iterations": 4},
+        {"run_name": "part", "total_iterations": 2},
+        {"run_name": "part", "total_iterations": 4, "resume": "auto"},
+    ):
+        code, console = forked(script, flags | changes)
+        assert code == 0, console
+    whole, part = (untimed(read_metrics(tmp_path / name)) for name in ("whole", "part"))
+    assert whole == part
