@@ -67,8 +67,6 @@ def flags_of(name, folder):
     flags |= {"reward": f"{folder}/toy.py:early", "microbatch_tokens": 128, "max_response_length": 12}
     flags |= {"total_iterations": 3, "eval_every": 0, "eval_rows": 0, "save_every": 0, "minibatch_size": 8}
     flags |= {"batch_size": 8, "critic_lr": 1e-3} if on_ppo else {"batch_size": 4, "group_size": 4}
-    if name == "shared_critic":
-        del flags["critic_lr"]
     return flags | ({"critic_warmup_iterations": 1} if name == "vc_ppo" else {})
 
 
@@ -731,7 +729,7 @@ def checkpoint_of(path):
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_the_value_head_is_trained_saved_and_resumed_to_the_bit(lora_rank, train, tmp_path):
     """A head that no checkpoint holds begins at zero again; with LoRA peft switches it off, and transformers not on."""
-    flags = {"lora_rank": lora_rank, "total_iterations": 4, "save_every": 2, "lr": 1e-2}
+    flags = {"lora_rank": lora_rank, "total_iterations": 4, "save_every": 2, "lr": 1e-2, "critic_lr": 1e-2}
     whole = train("shared_critic", **flags, run_name="whole")
     heads = []
     for step in (2, 4):
@@ -765,7 +763,7 @@ def test_the_value_head_is_clipped_with_the_rest(train, monkeypatch):
 
 def test_the_loss_is_the_actors_and_a_share_of_the_critics(train, tmp_path, monkeypatch):
     """The gradient of one step is linear in --value-coef, in the backbone, too."""
-    train("shared_critic", lr=1e-2, run_name="start")  # at its start the head is zero and passes no gradient on
+    train("shared_critic", critic_lr=1e-1, run_name="start")  # at its start the head is zero and passes no gradient on
     gradients, real = [], torch.optim.AdamW.step
 
     def step(optimizer, *args):
@@ -788,7 +786,7 @@ def test_final_is_a_language_model_and_a_token_classifier(arch, variant, train, 
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     model = make_model(tmp_path / "model", arch)
-    train("shared_critic", model=model, lr=1e-2, run_name="run")
+    train("shared_critic", model=model, critic_lr=1e-2, run_name="run")
     final = tmp_path / "run" / "final"
     assert not (final / "critic").exists()
     algo = variant("shared_critic")
@@ -805,9 +803,20 @@ def test_final_is_a_language_model_and_a_token_classifier(arch, variant, train, 
     assert torch.allclose(values[:, :-1], plain_values[:, :-1], atol=1e-5) and values[:, :-1].abs().min() > 1e-4
 
 
-def test_what_needs_a_critic_of_its_own_is_gone(variant):
-    flags = vars(variant("shared_critic").Args)["__dataclass_fields__"]
-    assert "value_coef" in flags and not flags.keys() & {"critic_lr", "critic_model", "critic_warmup_iterations"}
+def test_each_head_has_its_learning_rate(train, variant, monkeypatch):
+    """--critic-lr is the value head's, --lr all the others'; both are warmed up. Flags of a critic alone are gone."""
+    rates, real = [], torch.optim.AdamW.step
+
+    def step(optimizer, *args):
+        rates.append([(len(group["params"]), group["lr"]) for group in optimizer.param_groups])
+        return real(optimizer, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    train("shared_critic", lr=1e-3, critic_lr=1e-2, warmup_iterations=2, total_iterations=2)
+    (_, first), (count, head) = rates[0]
+    assert (first, count, head) == (5e-4, 2, 5e-3) and [lr for _, lr in rates[1]] == [1e-3, 1e-2]
+    flags = vars(variant("shared_critic").Args)["__dataclass_fields__"].keys()
+    assert "value_coef" in flags and not flags & {"critic_model", "critic_warmup_iterations"}
 
 
 @pytest.mark.slow
