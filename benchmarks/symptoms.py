@@ -7,14 +7,10 @@
 Each is one command on the embedded default, one process: flags that break a run, or a bug of benchmarks/broken.py. In
 benchmarks/results/symptoms/ it writes NAME.csv (the metrics, four significant digits), NAME.txt (the last line that the
 run printed when it stopped by itself, or the error that broken.py let pass) and, by `table`, table.md.
-<<<<<<< HEAD
 notes/figures/09.py draws them; a test checks that the commands of the chapter are these.
-=======
-notes/figures_09.py draws them; a test checks that the commands of the chapter are these.
 
 kl-negative and entropy-rises were made with version 0.2 (commit c9bdd21), whose scripts had --top-p. It is a variant
 now: their files stay as they are, and here they are refused.
->>>>>>> b
 """
 
 import argparse

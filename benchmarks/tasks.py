@@ -21,7 +21,9 @@ learned. The embedded model after half a minute of pretraining on guesses, in wh
 with the first. Who listens is right the second time (for two_turns.patch); its reward is `gsm8k`.
 
 `lengths`: the embedded model after a minute of pretraining on worked answers that say their last step one to five
-times, so that there are right answers of many lengths to choose from (for length_control.py).
+times, so that there are right answers of many lengths to choose from (for length_control.py). Two rewards of it are
+functions of this file: right, and short in characters, by their names (`right_and_short`, for multi_reward.patch) or
+summed (`right_plus_short`).
 
 `hard`: the embedded model after a minute of pretraining in which 2% of the answers are worked and a quarter hasty (not
 a third and a sixth): of groups of eight six in seven have no worked answer to learn from.
@@ -31,6 +33,7 @@ import argparse
 import json
 import os
 import random
+import sys
 from pathlib import Path
 
 import make_tiny
@@ -39,6 +42,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TINY = Path(__file__).resolve().parent / "tiny"
+sys.path.append(str(TINY.parents[1]))
+from grpo_llm import gsm8k  # noqa: E402
 
 
 def write_rows(folder, name, rows):
@@ -204,7 +209,18 @@ def verbose_answer(rng, steps):
     return f" First {work}.\n#### {steps[-1][1]}"
 
 
-# ------------------------------------------------------------------------------------------------- few worked answers
+def right_and_short(prompts, responses, answers):
+    """{name: scores}: 1 for a right answer, and minus the number of its characters."""
+    return {"right": gsm8k(prompts, responses, answers), "short": [-float(len(response)) for response in responses]}
+
+
+def right_plus_short(prompts, responses, answers):
+    """The same as one number."""
+    named = right_and_short(prompts, responses, answers)
+    return [right + short for right, short in zip(named["right"], named["short"])]
+
+
+# ------------------------------------------------------------------------------------------------ few worked answers
 
 
 def make_hard(folder):

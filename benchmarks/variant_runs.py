@@ -46,6 +46,7 @@ BOXES += ' --kl-loss-coef 0 --total-iterations 20 --eval-every 5 --prompt-suffix
 LENGTHS = "--model {tasks}/lengths/model --dataset benchmarks/tiny/train.jsonl"
 LENGTHS += " --eval-dataset benchmarks/tiny/test.jsonl --max-response-length 144 --lr 3e-4"
 LENGTHS += ' --total-iterations 60 --microbatch-tokens 2048 --prompt-suffix ""'
+TWO_REWARDS = f"{LENGTHS} --total-iterations 20 --eval-rows 200 --reward benchmarks/tasks.py"
 CONTROL = f"{LENGTHS} --reward notes/variants/length_control.py:length_control"
 EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "ppo": ("ppo_llm", "", 3),
@@ -73,6 +74,9 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "sequence-each": ("process_reward", f"{SEQUENCE} --reward benchmarks/tasks.py:each_character", 3),
     "sequence-one": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:one_score", 3),
     "sequence-all": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:all_or_nothing", 3),
+    "shared_critic": ("shared_critic", "", 3),
+    "lengths-gdpo": ("multi_reward", f"{TWO_REWARDS}:right_and_short", 3),
+    "lengths-summed": ("grpo_llm", f"{TWO_REWARDS}:right_plus_short", 3),
     "lengths-free": ("grpo_llm", LENGTHS, 1),
     "lengths-80": ("grpo_llm", CONTROL, 1),
     "lengths-100": ("grpo_llm", CONTROL, 1),
@@ -152,11 +156,14 @@ def table(args):
     head = "Made by `python benchmarks/variant_runs.py run` and `table`, one process with one thread each. Scores are"
     head += "\nof the last evaluation: means over the seeds, lowest and highest in brackets; length in tokens."
     lengths = [name for name in EXPERIMENTS if name.startswith("lengths") and (args.results / name).exists()]
-    about = "Lengths, of the sampled test answers (their score above counts the length, too):\n\n"
+    about = "Lengths, of the sampled test answers, means over the seeds (their score above counts the length, too):\n\n"
     about += "| experiment | characters | right |\n| --- | --- | --- |\n"
     for name in lengths:
-        last = plot.read_runs(args.results / name)[0][-1]
-        about += f"| {name} | {last['eval/characters_sampled']:.1f} | {last['eval/right_sampled']:.3f} |\n"
+        last = [rows[-1] for rows in plot.read_runs(args.results / name)]
+        characters, right = [
+            statistics.mean(row[metric] for row in last) for metric in ("eval/characters_sampled", "eval/right_sampled")
+        ]
+        about += f"| {name} | {characters:.1f} | {right:.3f} |\n"
     (args.results / "README.md").write_text(f"{head}\n\n{text}\n\n{about}")
     print(text)
     for figure, names in FIGURES.items():

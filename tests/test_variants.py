@@ -20,7 +20,7 @@ import variants
 grpo = load_script(ROOT / "grpo_llm.py")
 NAMES = variants.names()
 ON_PPO = [name for name in NAMES if variants.read_patch(name)[1] == "ppo_llm.py"]
-LONG = {"shared_prompt"}  # the one that may be longer than 60 lines
+LONG = {"shared_prompt": (100, 10), "shared_critic": (140, 18)}  # those that may be longer: lines and hunks
 REPLICATED = {"lora_bf16"}  # about `wrap` of the scripts that do not shard: FSDP casts its shards itself
 
 
@@ -89,7 +89,8 @@ def test_a_patch_is_of_todays_script(name):
     assert re.match(r"What: .+\nIdea: .+\nRun:  .+\nMeasured: ", re.sub(r"\n +", " ", head)), head
     assert "(the change" not in head and "(numbers" not in head
     removed, added, hunks = variants.changes(name)
-    assert 5 <= removed + added <= (100 if name in LONG else 60) and hunks <= 10
+    most_lines, most_hunks = LONG.get(name, (60, 10))
+    assert 5 <= removed + added <= most_lines and hunks <= most_hunks
 
 
 def test_patches_are_small():
@@ -1408,3 +1409,251 @@ def test_the_older_weights_are_resumed_from_shards(sharded, tmp_path):
         assert code == 0, console
     whole, part = (untimed(read_metrics(tmp_path / name)) for name in ("whole", "part"))
     assert whole == part
+
+
+# --- multi_reward
+
+# Of four groups of four: the scores named `wide` and `narrow`. The first group differs in one alone, the second in the
+# other alone, the third in both alike, the fourth in none.
+WIDE = [5.0, 5.0, 5.0, 5.0] + [0.0, 90.0, 30.0, 0.0] + [0.0, 0.0, 1.0, 1.0] + [2.0] * 4
+NARROW = [0.0, 0.0, 1.0, 1.0] + [0.1] * 4 + [0.0, 0.0, 1.0, 1.0] + [0.0] * 4
+
+
+@pytest.fixture
+def named(folder):
+    """named(body): `--reward` of a function with this body; WIDE and NARROW are there."""
+
+    def write(name, body):
+        lines = f"WIDE, NARROW = {WIDE}, {NARROW}\n\n\ndef reward(prompts, responses, answers):\n    return {body}\n"
+        (folder / f"{name}.py").write_text(lines)
+        return f"{folder}/{name}.py:reward"
+
+    return write
+
+
+LETTERS = '{"early": [sum(c < "m" for c in r) / 9 for r in responses], "size": [len(r) / 99 for r in responses]}'
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+@pytest.mark.parametrize("weights", [(), (2.0, 0.5)])
+def test_each_reward_is_normalised_in_its_group_then_they_are_summed(
+    weights, estimator, variant, train, named, monkeypatch
+):
+    algo, calls = variant("multi_reward"), []
+    real = algo.policy_loss
+    monkeypatch.setattr(algo, "policy_loss", lambda *args: calls.append(args[2]) or real(*args))
+    reward = named("tabled", '{"wide": WIDE, "narrow": NARROW}')
+    flags = {"reward": reward, "reward_weights": weights, "estimator": estimator, "total_iterations": 1}
+    metrics = train("multi_reward", **flags)
+    used = calls[-1].sum(1) / (calls[-1] != 0).sum(1).clamp(min=1)  # of the whole batch, for the log: (B,L) -> (B,)
+    a, b = weights or (1.0, 1.0)
+    wide, narrow = (grpo.group_advantages(torch.tensor(s), 4, estimator) for s in (WIDE, NARROW))
+    summed = a * wide + b * narrow
+    assert torch.allclose(used, summed / (summed.std() + 1e-6), atol=1e-6)
+    assert used.std() == pytest.approx(1, abs=1e-5) and metrics[1]["advantage/mean"] == pytest.approx(0, abs=2)
+    # A score that is the same in a whole group is not heard, a group that differs in both speaks of both.
+    assert torch.equal(summed[:4], b * narrow[:4]) and torch.equal(summed[4:8], a * wide[4:8])
+    assert torch.allclose(summed[8:12], (a + b) * narrow[:4]) and summed[12:].count_nonzero() == 0
+    assert metrics[1]["group/zero_std_frac"] == 0.25
+
+
+def test_scores_summed_first_would_lose_what_this_keeps(variant, train, named, monkeypatch):
+    """A wide score hides a narrow one, and a group that differs in two counts as one that differs in one."""
+    wide, narrow = torch.tensor([0.0, 100.0, 0.0, 100.0]), torch.tensor([0.0, 0.0, 1.0, 1.0])
+    first = grpo.group_advantages(wide + narrow, 4, "grpo")
+    assert first[2] - first[0] < 0.02  # the narrow one is hardly heard
+    algo, calls = variant("multi_reward"), []
+    real = algo.policy_loss
+    monkeypatch.setattr(algo, "policy_loss", lambda *args: calls.append(args[2]) or real(*args))
+    body = '{"wide": [0.0, 100.0] * 8, "narrow": [0.0, 0.0, 1.0, 1.0] * 4}'
+    train("multi_reward", reward=named("wide", body), total_iterations=1, scale_advantages=False)
+    used = calls[-1].sum(1)[:4] / (calls[-1] != 0).sum(1)[:4].clamp(min=1)
+    assert used.tolist() == pytest.approx([-1.732, 0, 0, 1.732], abs=1e-3)  # both count the same
+    alone, both = [torch.tensor(s) for s in (NARROW[:4], [0.0, 0.0, 2.0, 2.0])]
+    assert torch.allclose(*(grpo.group_advantages(s, 4, "grpo") for s in (alone, both)), atol=1e-5)
+
+
+def test_a_plain_list_is_grpo(train, folder):
+    """To the bit, but for the metrics of its name; with the scale of the sum it is not."""
+    from accelerate.state import AcceleratorState
+
+    flags = {"missing_eos_penalty": 0.3, "eval_rows": 3, "eval_dataset": f"{folder}/test.jsonl"}
+    changed = untimed(train("multi_reward", scale_advantages=False, **flags))
+    AcceleratorState._reset_state(True)
+    plain = flags_of("multi_reward", folder) | flags | {"output_dir": str(folder), "run_name": "plain-grpo"}
+    for ours, theirs in zip(changed, untimed(read_metrics(grpo.main(grpo.Args(**plain)))), strict=True):
+        assert {name: ours[name] for name in theirs} == theirs
+        assert ours.keys() - theirs.keys() <= {"reward/score"}
+
+
+def test_every_score_is_logged_evaluated_and_written(train, named, folder, tmp_path):
+    flags = {"missing_eos_penalty": 0.25, "eval_rows": 3, "kl_reward_coef": 0.1}
+    flags |= {"eval_dataset": f"{folder}/test.jsonl"}
+    metrics = train("multi_reward", reward=named("letters", LETTERS), run_name="run", **flags)
+    for m in metrics[1:]:
+        assert m["reward/early"] + m["reward/size"] == pytest.approx(m["reward/mean"], abs=1e-6)
+    for m in (metrics[0], metrics[3]):
+        for kind in ("", "_sampled"):
+            parts = [m[f"eval/{name}{kind}"] for name in ("early", "size")]
+            assert sum(parts) == pytest.approx(m[f"eval/score{kind}"], abs=1e-6) and min(parts) > 0
+    rows = [json.loads(line) for line in (tmp_path / "run/completions/eval_000003.jsonl").read_text().splitlines()]
+    for row in rows:
+        for kind in ("", "_sampled"):
+            text = row[f"response{kind}"]
+            found = [row[f"score/{name}{kind}"] for name in ("early", "size")]
+            assert found == [sum(c < "m" for c in text) / 9, len(text) / 99]
+            assert row[f"score{kind}"] == sum(found)
+    lines = (tmp_path / "run/completions/step_000003.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for name in ("early", "size"):
+        scores = [row[f"score/{name}"] for row in rows]
+        assert statistics.mean(scores) == pytest.approx(metrics[3][f"reward/{name}"], abs=1e-6)
+        penalty = [row[f"score/{name}"] - len(row["response"]) / 99 for row in rows]
+        assert name == "early" or {round(p, 4) for p in penalty} == {0.0, -0.25}  # of a truncated one each loses it
+    assert all(row["score"] == pytest.approx(row["score/early"] + row["score/size"], abs=1e-6) for row in rows)
+
+
+@pytest.mark.parametrize("body", ["[0.5] * (len(prompts) - 1)", "[float('nan')] * len(prompts)", "[]"])
+def test_a_bad_score_is_refused_by_its_name(body, train, named, capsys):
+    with pytest.raises(SystemExit):
+        train("multi_reward", reward=named("bad", f'{{"good": [1.0] * len(prompts), "bad": {body}}}'))
+    assert "the reward bad should give 16 finite numbers" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="zip"):
+        train("multi_reward", reward=named("good", '{"good": [1.0] * len(prompts)}'), reward_weights=(1.0, 2.0))
+
+
+@pytest.mark.slow
+def test_multi_reward_by_two_is_multi_reward_by_one(folder, named, tmp_path):
+    """One test row: the second process has none, and knows no name of a score from it."""
+    flags = flags_of("multi_reward", folder) | {"reward": named("letters", LETTERS), "output_dir": tmp_path}
+    flags |= {"eval_rows": 1, "eval_every": 1, "eval_dataset": f"{folder}/test.jsonl"}
+    for processes in (1, 2):
+        script = folder / "multi_reward_llm.py"
+        code, console = forked(script, flags | {"run_name": f"by-{processes}"}, processes=processes)
+        assert code == 0, console
+    one, two = (untimed(read_metrics(tmp_path / f"by-{processes}")) for processes in (1, 2))
+    for a, b in zip(one, two, strict=True):
+        for metric in a.keys() - {"rollout/logprob_diff"}:
+            assert a[metric] == pytest.approx(b[metric], rel=2e-3, abs=2e-5), metric
+    for name in ("eval_000003", "step_000001"):
+        files = [(tmp_path / f"by-{processes}/completions/{name}.jsonl").read_text() for processes in (1, 2)]
+        assert files[0] == files[1]
+
+
+# --- shared_critic
+
+
+def head_of(weights):
+    return torch.cat([p.detach().flatten() for name, p in weights.items() if "score." in name or "classifier." in name])
+
+
+def checkpoint_of(path):
+    (weights, optimizer) = torch.load(path / "checkpoint.pt", weights_only=True)["policy"]
+    return weights, optimizer
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_value_head_is_trained_saved_and_resumed_to_the_bit(lora_rank, train, tmp_path):
+    """A head that no checkpoint holds begins at zero again; with LoRA peft switches it off, and transformers not on."""
+    flags = {"lora_rank": lora_rank, "total_iterations": 4, "save_every": 2, "lr": 1e-2, "critic_lr": 1e-2}
+    whole = train("shared_critic", **flags, run_name="whole")
+    heads = []
+    for step in (2, 4):
+        weights, optimizer = checkpoint_of(tmp_path / f"whole/checkpoints/step_{step:06d}")
+        heads.append(head_of(weights))
+        assert len(optimizer["state"]) == len(weights)  # every trained tensor has its moments
+    assert heads[0].count_nonzero() == 33 and heads[0].abs().max() > 1e-3 and (heads[0] != heads[1]).all()
+    assert sum(m["critic/explained_variance"] != 0 for m in whole[2:]) == 3
+    train("shared_critic", **flags | {"total_iterations": 2}, run_name="part")
+    resumed = train("shared_critic", **flags, run_name="part", resume="auto")
+    assert untimed(resumed) == untimed(whole)
+    ends = [checkpoint_of(tmp_path / name / "checkpoints/step_000004")[0] for name in ("whole", "part")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_the_value_head_is_clipped_with_the_rest(train, monkeypatch):
+    norms, heads = [], []
+    real = torch.optim.AdamW.step
+
+    def step(optimizer, *args):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        norms.append(torch.cat([g.flatten() for g in gradients]).norm().item())
+        heads.append(sum(g.norm().item() for g in gradients if g.shape in ((1, 32), (1,))))
+        return real(optimizer, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    metrics = train("shared_critic", max_grad_norm=0.01, value_coef=5.0)
+    assert norms == pytest.approx([0.01] * 3, rel=1e-3) and min(heads) > 1e-3
+    assert all(m["actor/grad_norm"] > 0.1 for m in metrics[1:])
+
+
+def test_the_loss_is_the_actors_and_a_share_of_the_critics(train, tmp_path, monkeypatch):
+    """The gradient of one step is linear in --value-coef, in the backbone, too."""
+    train("shared_critic", critic_lr=1e-1, run_name="start")  # at its start the head is zero and passes no gradient on
+    gradients, real = [], torch.optim.AdamW.step
+
+    def step(optimizer, *args):
+        gradients.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
+        return real(optimizer, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    start = {"model": f"{tmp_path}/start/final", "max_grad_norm": 0.0, "total_iterations": 1}
+    for value_coef in (0.0, 1.0, 3.0):
+        metrics = train("shared_critic", value_coef=value_coef, **start)
+        assert metrics[1]["critic/loss"] > 0
+    for none, one, three in zip(*gradients, strict=True):
+        assert torch.allclose(three - none, 3 * (one - none), rtol=1e-3, atol=1e-5)
+    changed = [(one - none).abs().max().item() > 1e-6 for none, one, _ in zip(*gradients, strict=True)]
+    assert sum(changed) > 15 and (gradients[0][-2] == 0).all()  # the backbone; and the head alone is not the actor's
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_final_is_a_language_model_and_a_token_classifier(arch, variant, train, tmp_path, folder):
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    model = make_model(tmp_path / "model", arch)
+    train("shared_critic", model=model, critic_lr=1e-2, run_name="run")
+    final = tmp_path / "run" / "final"
+    assert not (final / "critic").exists()
+    algo = variant("shared_critic")
+    policy = algo.Policy(algo.load_policy(str(final), 0), temperature=1.0)
+    tokens = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, -1] = False
+    with torch.no_grad():
+        logprobs, _, values = policy(tokens, mask)
+        plain = AutoModelForCausalLM.from_pretrained(final)(tokens).logits.log_softmax(-1)
+        classifier = AutoModelForTokenClassification.from_pretrained(final, num_labels=1).eval()
+        plain_values = classifier(tokens).logits.squeeze(-1)
+    assert torch.allclose(logprobs[:, :-1], plain[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1), atol=1e-5)
+    assert torch.allclose(values[:, :-1], plain_values[:, :-1], atol=1e-5) and values[:, :-1].abs().min() > 1e-4
+
+
+def test_each_head_has_its_learning_rate(train, variant, monkeypatch):
+    """--critic-lr is the value head's, --lr all the others'; both are warmed up. Flags of a critic alone are gone."""
+    rates, real = [], torch.optim.AdamW.step
+
+    def step(optimizer, *args):
+        rates.append([(len(group["params"]), group["lr"]) for group in optimizer.param_groups])
+        return real(optimizer, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    train("shared_critic", lr=1e-3, critic_lr=1e-2, warmup_iterations=2, total_iterations=2)
+    (_, first), (count, head) = rates[0]
+    assert (first, count, head) == (5e-4, 2, 5e-3) and [lr for _, lr in rates[1]] == [1e-3, 1e-2]
+    flags = vars(variant("shared_critic").Args)["__dataclass_fields__"].keys()
+    assert "value_coef" in flags and not flags & {"critic_model", "critic_warmup_iterations"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_shared_critic_by_two_is_shared_critic_by_one(lora_rank, folder, tmp_path):
+    flags = flags_of("shared_critic", folder) | {"output_dir": tmp_path, "lora_rank": lora_rank}
+    for processes in (1, 2):
+        run = {"run_name": f"by-{processes}"}
+        code, console = forked(folder / "shared_critic_llm.py", flags | run, processes=processes)
+        assert code == 0, console
+    one, two = (untimed(read_metrics(tmp_path / f"by-{processes}")) for processes in (1, 2))
+    for a, b in zip(one, two, strict=True):
+        for metric in a.keys() - {"rollout/logprob_diff"}:
+            assert a[metric] == pytest.approx(b[metric], rel=2e-3, abs=2e-5), metric
