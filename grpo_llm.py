@@ -81,8 +81,7 @@ Response = namedtuple("Response", "ids logprobs truncated")
 NOT_SAMPLED = math.inf
 SHOWN = "reward/mean", "kl/mean", "response/length_mean", "rollout/logprob_diff", "time/iteration"  # on the console
 LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-# The least values of flags; that of every other number is 0. Below them a run would crash in an obscure place, or train
-# in silence what nobody asked for.
+# The least values of numbers, of all others 0. Below it a run would crash, or train what nobody asked for.
 SIZES = "batch_size group_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
 LEAST = {"temperature": 0.01, "entropy_coef": -math.inf} | dict.fromkeys(SIZES.split(), 1)
 
@@ -175,9 +174,8 @@ def main(args: Args):
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # a flag of DDP's that torch 2.13 renames
     num_gpus = torch.cuda.device_count()
-    if num_gpus > 0 and os.environ.get("LOCAL_RANK") == str(
-        num_gpus
-    ):  # the first of the ranks that find no GPU says so
+    # The first of the ranks that find no GPU says so.
+    if num_gpus > 0 and os.environ.get("LOCAL_RANK") == str(num_gpus):
         fail(f"more processes than GPUs: lower --num_processes to {num_gpus}", alone=True)
     bf16 = args.dtype == "bfloat16"
     if args.dtype == "auto" and num_gpus > 0:
@@ -254,8 +252,7 @@ def main(args: Args):
         saved = load_checkpoint(checkpoint_dir, trainees)
         state |= {"prompts": saved["iteration"] * args.batch_size} | saved  # version 0.2 did not count prompts
     first_iteration = state["iteration"] + 1
-    # Lines of metrics.jsonl: one is from before training, then one for each iteration.
-    kept_lines = first_iteration if checkpoint_dir else 0
+    kept_lines = first_iteration if checkpoint_dir else 0  # of metrics.jsonl; one is from before training
     eos_ids = collect_eos_ids(policy_model, tokenizer)
     open_run(run_dir, args, kept_lines, accelerator)
 
@@ -485,7 +482,7 @@ def main(args: Args):
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
     """Reduces `tensor` in place over all ranks, if there are several; returns it."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized():
         dist.all_reduce(tensor, op)
     return tensor
 
@@ -839,9 +836,7 @@ def forward_all(module, minibatches, tokens, mask):
     for minibatch in minibatches:
         for mb in minibatch:
             output = module(tokens[mb], mask[mb])
-            if isinstance(output, tuple):  # a Policy gives entropies, too
-                output, _ = output
-            result[mb] = output
+            result[mb] = output[0] if isinstance(output, tuple) else output  # a Policy gives entropies, too
     return result
 
 
@@ -849,8 +844,7 @@ def forward_all(module, minibatches, tokens, mask):
 # Data and rewards
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Follows a question that does not ask for "####" itself: a model that never saw GSM8K would not write it, and always
-# score 0. The words are verl's.
+# Follows a question without "####", which a model that never saw GSM8K would not write. The words are verl's.
 GSM8K_REQUEST = ' Let\'s think step by step and output the final answer after "####".'
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -858,10 +852,12 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 def read_splits(source):
     """{split: table} of a file (it is all `train`), of a folder saved by `datasets` or of a hub id `name[:config]`."""
     path = Path(source)
-    if path.is_file() and path.stat().st_size < 4:  # `[]` and a line end, say
-        fail(f"{source} is empty")
     if path.suffix in READERS:
-        return datasets.load_dataset(READERS[path.suffix], data_files=source)
+        try:
+            return datasets.load_dataset(READERS[path.suffix], data_files=source)
+        except Exception as error:  # of an empty file it is a bare StopIteration
+            error.add_note(f"{source} cannot be read, or is empty")
+            raise
     if not path.is_dir():
         return datasets.load_dataset(*source.split(":"))
     saved = datasets.load_from_disk(source)
@@ -869,18 +865,20 @@ def read_splits(source):
 
 
 def read_data(args):
-    """(training table, test table or None). What --eval-dataset names is read, whatever its split is called."""
+    """(training table, test table or None). What --eval-dataset names is read: `test`, any other split, or `train`."""
     splits = read_splits(args.dataset)
     if args.eval_dataset is None:
         return splits["train"], splits.get("test")
     named = read_splits(args.eval_dataset)
-    return splits["train"], named.get("test", [*named.values()][-1])  # the last: in front comes `train`
+    split = min(named, key=lambda name: (name != "test", name == "train"), default="test")
+    return splits["train"], named[split]
 
 
 def load_prompts(source, table, args, tokenizer):
     """List of rows {prompt, input_ids, answer, columns}, and a sentence about them for the start-up block.
 
-    `columns` are those of the row in the data, and `messages`, the prompt as a chat. Too long prompts are left out.
+    `columns` are those of the row in the data, and `messages`, the prompt as a chat. Prompts that are too long, or lack
+    their last message, are left out.
     """
     if table is None:
         return [], "no test data: --eval-dataset can name some"
@@ -908,11 +906,12 @@ def load_prompts(source, table, args, tokenizer):
         else:
             text = "\n".join(message["content"] for message in messages)
         ids = tokenizer(text, add_special_tokens=not use_chat)["input_ids"]
-        if 0 < len(ids) <= args.max_prompt_length:
+        # A template drops a message if it is the wrong one, or if that has other keys.
+        if 0 < len(ids) <= args.max_prompt_length and str(messages[-1]["content"]).strip() in text:
             columns = record | {"messages": messages}
             rows.append({"prompt": text, "input_ids": ids, "answer": answer, "columns": columns})
     if not rows:
-        fail(f"{source}: the tokenizer makes no prompt of 1 to {args.max_prompt_length} tokens (--max-prompt-length)")
+        fail(f"{source}: no row makes a whole prompt of 1 to {args.max_prompt_length} tokens (--max-prompt-length)")
     kind = "chat" if use_chat else "text"
     return rows, f"{source} ({kind}): {len(rows)} rows, {len(table) - len(rows)} left out"
 
@@ -970,7 +969,7 @@ def compute_scores(reward_function, tokenizer, rows, responses):
     for name in list(inspect.signature(reward_function).parameters)[3:]:  # [8.3] what it asks for besides these three
         if name in rows[0]["columns"]:
             columns[name] = [row["columns"][name] for row in rows]
-    scores = [float(score) for score in reward_function(prompts, texts, answers, **columns)]
+    scores = [float(score) for score in reward_function(prompts, [*texts], answers, **columns)]
     if len(scores) != len(rows) or not all(map(math.isfinite, scores)):
         fail(f"the reward should give {len(rows)} finite numbers, got {len(scores)}: {str(scores)[:300]}", alone=True)
     return texts, scores

@@ -5,7 +5,7 @@
     python benchmarks/faults.py delays 8         one process 20 seconds late at random points: the same weights?
     python benchmarks/faults.py soak 2000        2,000 iterations with everything on: memory, speed, file handles
     python benchmarks/faults.py disk 12          the disk is full at some moment, then larger; or read-only (as root)
-    python benchmarks/faults.py inputs 73        what users get wrong in data, models, rewards, flags, checkpoints
+    python benchmarks/faults.py inputs 183       what users get wrong in data, models, rewards, flags, checkpoints
 
 Two processes on CPU (`inputs`: one), the embedded model and small batches. The scripts take turns, with the fourth that
 they compose; --scripts names fewer. They are copied first, so that they can be worked on meanwhile. Results go to
@@ -15,6 +15,7 @@ benchmarks/results/faults/; `kills` adds to what is in its kills.jsonl; `kills 0
 import argparse
 import contextlib
 import hashlib
+import http.server
 import json
 import math
 import os
@@ -28,9 +29,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors.torch import load_file
 
@@ -324,16 +329,79 @@ def disk(count, folder, scripts):
     print(text)
 
 
-# Malformed input of the kinds that users make. Each case prepares its folder `c`, in which a model and train.jsonl lie,
-# and returns flags; what the run says must match the pattern (None: it should run).
+# Malformed input of the kinds that users make. Each case prepares its folder `c`, in which a model, train.jsonl and a
+# reward file lie, for a run of `script`, and returns flags. What the run says in the end must match the pattern, and
+# `check` must hold for what it left (None: it should run to its end and train).
+
+
+class Case(NamedTuple):
+    prepare: Callable  # (c, script) -> flags
+    pattern: str | None = None
+    check: Callable | None = None  # (c, all that it said) -> whether it is right
+    only: tuple = SCRIPTS  # those that have what the case is about
+    steps: int = 0  # iterations it may do before it is refused
+    online: bool = False  # there is a hub, which knows no repository
+
+
+PPO = "ppo_llm", "ppo_llm_fsdp"
+GRPO = "grpo_llm", "grpo_llm_fsdp"
+REPLICATED = "ppo_llm", "grpo_llm"
+SHARDED = "ppo_llm_fsdp", "grpo_llm_fsdp"
+VARIED = "def score(p, r, a): return [len(set(x)) + 0.1 * len(x) for x in r]"  # most responses score differently
 
 
 def rows_of(*rows, name="train.jsonl", flags=""):
     """Writes these rows in place of the data; strings as they are."""
 
-    def prepare(c):
+    def prepare(c, script):
         (c / name).write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-        return ["--dataset", f"{c}/{name}", *flags.split()]
+        return ["--dataset", f"{c}/{name}", *flags_of(flags)(c, script)]
+
+    return prepare
+
+
+def bytes_of(content, name="train.jsonl"):
+    """This content in place of the data."""
+
+    def prepare(c, script):
+        (c / name).write_bytes(content)
+        return ["--dataset", f"{c}/{name}"]
+
+    return prepare
+
+
+def parquet_of(columns):
+    """A table of these columns in place of the data."""
+
+    def prepare(c, script):
+        import pandas
+
+        pandas.DataFrame(columns).to_parquet(c / "train.parquet")
+        return ["--dataset", f"{c}/train.parquet"]
+
+    return prepare
+
+
+def eval_of(*rows, flags=""):
+    """Test data of these rows."""
+
+    def prepare(c, script):
+        rows_of(*rows, name="test.jsonl")(c, script)
+        return ["--eval-dataset", f"{c}/test.jsonl", *shlex.split(flags)]
+
+    return prepare
+
+
+def splits_of(flag, *names):
+    """A folder saved by `datasets` with splits of these names, each of which asks a question of its own."""
+
+    def prepare(c, script):
+        import datasets
+
+        datasets.disable_progress_bars()
+        tables = {x: datasets.Dataset.from_list([{"question": f"{x}?", "answer": "2"}] * 4) for x in names}
+        datasets.DatasetDict(tables).save_to_disk(str(c / "saved"))
+        return [flag, f"{c}/saved"]
 
     return prepare
 
@@ -341,45 +409,95 @@ def rows_of(*rows, name="train.jsonl", flags=""):
 def reward_of(text, name="reward.py:score"):
     """A reward file of one function."""
 
-    def prepare(c):
-        (c / "reward.py").write_text(text)
+    def prepare(c, script):
+        file = c / name.split(":")[0]
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
         return ["--reward", f"{c}/{name}"]
 
     return prepare
 
 
+def relative(prepare):
+    """The same with paths that begin in the folder in which the run starts."""
+    return lambda c, script: [word.removeprefix(f"{c}/") for word in prepare(c, script)]
+
+
 def flags_of(text):
-    return lambda c: [word.format(c=c) for word in shlex.split(text)]
+    return lambda c, script: [word.replace("{c}", str(c)) for word in shlex.split(text)]
 
 
-def model_of(change):
-    """The model folder after `change`."""
+def template_of(text):
+    """A file for --chat-template."""
 
-    def prepare(c):
-        change(c / "model")
-        return []
+    def prepare(c, script):
+        (c / "chat.jinja").write_text(text)
+        return ["--chat-template", f"{c}/chat.jinja"]
 
     return prepare
 
 
-def config_of(**fields):
+def together(*preparations):
+    def prepare(c, script):
+        return [word for each in preparations for word in each(c, script)]
+
+    return prepare
+
+
+def model_of(change, flags=""):
+    """The model folder after `change`."""
+
+    def prepare(c, script):
+        change(c / "model")
+        return flags_of(flags)(c, script)
+
+    return prepare
+
+
+def json_of(file, **fields):
+    """A JSON file of the model with other fields."""
+
     def change(folder):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | fields))
+        content = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(content | fields))
 
-    return model_of(change)
+    return change
 
 
-def another(kind, auto_class, **sizes):
-    """A random model of another kind in the model's place, with the same tokenizer."""
+def eos_of(ids, text="<|endoftext|>"):
+    """The model with these EOS ids in its config, others in its generation config, and this EOS of its tokenizer."""
 
     def change(folder):
+        json_of("tokenizer_config.json", eos_token=text)(folder)
+        json_of("config.json", eos_token_id=ids)(folder)
+        json_of("generation_config.json", eos_token_id=ids and ids[:1])(folder)
+
+    return model_of(change, "--max-response-length 64")
+
+
+def another(kind, auto_class, folder="model", **sizes):
+    """A random model of another kind in the model's place, with the same tokenizer; or in another folder."""
+
+    def prepare(c, script):
         import transformers
 
+        transformers.utils.logging.disable_progress_bar()
         config = transformers.AutoConfig.for_model(kind, **{"vocab_size": 512} | sizes)
-        getattr(transformers, auto_class).from_config(config).save_pretrained(folder)
+        getattr(transformers, auto_class).from_config(config).save_pretrained(c / folder)
+        return ["--critic-model", f"{c}/{folder}"] if folder == "critic" else []
 
-    return model_of(change)
+    return prepare
+
+
+def other_tokenizer(c, script):
+    """A critic whose tokens are the policy's in reverse order."""
+    shutil.copytree(c / "model", c / "critic")
+    file = c / "critic" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    ids = content["model"]["vocab"]
+    content["model"]["vocab"] = dict(zip(ids, reversed(ids.values())))
+    file.write_text(json.dumps(content))
+    return ["--critic-model", f"{c}/critic"]
 
 
 def cut(place, share=0.5):
@@ -390,258 +508,786 @@ def cut(place, share=0.5):
     return change
 
 
-def split_of(name):
-    """A folder saved by `datasets` with one split of that name."""
+def changed(*edits):
+    """A copy of the script in which this text is replaced by that, for each pair. It lies beside the data."""
 
-    def prepare(c):
-        import datasets
-
-        table = datasets.Dataset.from_list([QUESTION] * 4)
-        datasets.DatasetDict({name: table}).save_to_disk(str(c / "saved"))
-        return ["--dataset", f"{c}/saved"]
+    def prepare(c, script):
+        text = script.read_text()
+        for old, new in edits:
+            assert text.count(old) == 1, f"{old!r} is not in {script.name}, or twice"
+            text = text.replace(old, new)
+        (c / script.name).write_text(text)
+        return ["--reward", f"{c}/varied.py:score", "--total-iterations", "4", "--lr", "0.01"]
 
     return prepare
 
 
-def resumed(change, *flags):
-    """A run of two iterations whose newest checkpoint is changed, then --resume."""
+def resumed(change=lambda folder: None, flags="", first="", by=lambda script: script):
+    """A run of two iterations whose newest checkpoint is changed, then --resume. The first may be `by` another."""
 
-    def prepare(c, run):
-        run("--save-every", "1")
-        change(next(c.glob("runs/run/checkpoints/step_000002")))
-        return ["--resume", "auto", "--total-iterations", "4", *flags]
+    def prepare(c, script):
+        run_well(by(script), c, "--save-every", "1", *shlex.split(first))
+        change(c / "runs/run/checkpoints/step_000002")
+        return ["--resume", "auto", "--total-iterations", "4", *flags_of(flags)(c, script)]
 
-    prepare.runs = True
     return prepare
+
+
+def sibling(old, new):
+    """The script whose name differs in this."""
+    return lambda script: script.with_stem(script.stem.replace(old, new))
+
+
+def adapter(place, flag):
+    """What a LoRA run left in that place, given to this flag."""
+
+    def prepare(c, script):
+        run_well(script, c, "--lora-rank", "2")
+        (c / "runs/run").rename(c / "earlier")
+        return [flag, f"{c}/earlier/{place}"]
+
+    return prepare
+
+
+def step_5(c, script):
+    """A folder named like a checkpoint, of another program."""
+    (c / "other/checkpoints/step_5").mkdir(parents=True)
+    (c / "other/checkpoints/step_5/model.pt").write_text("mine")
+    return ["--resume", f"{c}/other/checkpoints/step_5"]
+
+
+def locked(name, mode):
+    """A file or folder that may not be written to, or not be read. `run_alone` sees to it that root may not either."""
+
+    def prepare(c, script):
+        if not (c / name).exists():
+            (c / name).mkdir()
+        (c / name).chmod(mode)
+        return []
+
+    return prepare
+
+
+# For `check`: what a run left.
+
+
+def rows_in(c, pattern):
+    """Lines of the .jsonl files of the run folder that match, in order."""
+    files = sorted(c.glob(f"runs/**/{pattern}"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def prompts_are(right, files="completions/step_*.jsonl"):
+    """Every prompt of the completions is as it should be."""
+
+    def check(c, said):
+        prompts = [row["prompt"] for row in rows_in(c, files)]
+        return len(prompts) > 0 and all(map(right, prompts))
+
+    return check
+
+
+def is_evaluated(c, said):
+    return all("eval/score" in (rows_in(c, "metrics.jsonl") or [{}])[place] for place in (0, -1))
+
+
+def evaluates(text):
+    """It was evaluated on prompts that are this text."""
+    right = prompts_are(lambda prompt: prompt == text, "completions/eval_*.jsonl")
+    return lambda c, said: is_evaluated(c, said) and right(c, said)
+
+
+def says(text):
+    """In some place of all that it printed."""
+    return lambda c, said: text in said
+
+
+def truncates(right):
+    """The share of responses without an EOS, in the last iteration."""
+    return lambda c, said: right(rows_in(c, "metrics.jsonl")[-1]["response/truncated_frac"])
+
+
+def goes_on(c, said):
+    """16 prompts of 40 were drawn, in four steps: 4, 4 and, with another batch size, 8; none twice."""
+    prompts = [row["prompt"] for row in rows_in(c, "completions/step_*.jsonl")]
+    return len(set(prompts)) == 16
 
 
 QUESTION = {"question": "What is 1+1?", "answer": "#### 2"}
+CHAT = {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}], "answer": "2"}
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA = {"num_key_value_heads": 2} | SMALL
 LONG = {"question": "many words " * 400, "answer": "#### 2"}
+EMOJI = "Wie viel sind 1+1? \u65e5\u672c\u8a9e, \U0001f642\u200d\U0001f525, \u0639\u0631\u0628\u064a, e\u0301"
+REQUEST = ' Let\'s think step by step and output the final answer after "####".'  # verl's
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}<bot>"
+EXACT = f"--reward {ROOT}/benchmarks/rewards.py:exact"
+
+# Lines that the scripts share, for copies in which they are changed.
+INVERSE = "self.inverse_temperature = 1 / temperature"
+LOGITS = "logits = output.logits[:, -1]"
+ROLLOUT = "responses = rollout(rows, uniforms, args.temperature)"
+ADDED = 'policy_model = add_lora(load_model(args.model, AutoModelForCausalLM), args.lora_rank, task_type="CAUSAL_LM")'
+SAMPLER = "responses += generate(policy_model,", "responses += generate(sampler,"
+
+
+def gold(text):
+    """A reference answer of which no part may be taken for the whole."""
+    row = {"question": "2?", "answer": text}
+    return Case(
+        rows_of(QUESTION, row),
+        "row 2: --reward gsm8k needs one number as reference answer, this is " + re.escape(repr(text)),
+    )
+
+
+def size(flag, value, least, only=SCRIPTS):
+    """A flag below its least value."""
+    pattern = rf"--{flag} is {re.escape(value)}, its least value is {re.escape(least)}$"
+    return Case(flags_of(f"--{flag} {value}"), pattern, only=only)
+
+
+def exact_gold(prepare, shown):
+    """benchmarks/rewards.py:exact and an answer that is no text."""
+    return Case(together(prepare, flags_of(EXACT)), f"TypeError: exact .*{shown}")
+
+
+def suffix(prepare, right):
+    """What a prompt of the training data, QUESTION, becomes."""
+    return Case(together(rows_of(QUESTION), prepare), None, prompts_are(lambda prompt: prompt == right))
+
+
 INPUTS = {
-    # data
-    "an empty file": (rows_of(), "json"),
-    "no such file": (flags_of("--dataset {c}/no.jsonl"), r"no\.jsonl"),
-    "a file name with a typing error": (flags_of("--dataset {c}/train.josnl"), "josnl"),
-    "another column for the question": (
-        rows_of({"query": "1+1?", "answer": "2"}),
-        "no column question; --prompt-column .* query, answer",
+    # files of data
+    "an empty file": Case(rows_of(), r"train\.jsonl.* is empty$"),
+    "a file of white space": Case(bytes_of(b" \n" * 20), r"train\.jsonl.* is empty$"),
+    "an empty CSV": Case(bytes_of(b"", "train.csv"), r"train\.csv.* is empty$"),
+    "a CSV of its header alone": Case(rows_of("question,answer", name="train.csv"), r"train\.csv.* is empty$"),
+    "JSON that is an empty list": Case(rows_of("[]", name="train.json"), r"train\.json.* is empty$"),
+    "Parquet without rows": Case(parquet_of({"question": [], "answer": []}), r"train\.parquet.* is empty$"),
+    "empty test data": Case(eval_of(), r"test\.jsonl.* is empty$"),
+    "no such file": Case(flags_of("--dataset {c}/no.jsonl"), r"FileNotFoundError.*no\.jsonl"),
+    "a file name with a typing error": Case(flags_of("--dataset {c}/train.josnl"), r"FileNotFoundError.*train\.josnl"),
+    "a file that may not be read": Case(locked("train.jsonl", 0), r"PermissionError.*train\.jsonl"),
+    "a line that is no JSON": Case(rows_of(QUESTION, '{"question": "1?", "answer": "1",}'), "JSON parse error.* row 1"),
+    "JSON with a key twice": Case(rows_of('{"question": "1?", "question": "2?", "answer": "1"}'), "question.* twice"),
+    "other keys in every line": Case(
+        rows_of({"id": 1} | QUESTION, QUESTION | {"level": "easy"}, {"answer": "2", "question": "1?", "seen": None}),
     ),
-    "another column for the answer": (
-        rows_of({"question": "1+1?", "solution": "2"}),
-        "no column answer; .*--answer-column .* question, solution",
+    "Windows line ends, blank lines": Case(
+        rows_of(json.dumps(QUESTION) + "\r", "", json.dumps(QUESTION) + "\r"), None, prompts_are(lambda p: "1+1" in p)
     ),
-    "a column with a typing error": (
-        rows_of(QUESTION, flags="--prompt-column qestion"),
-        "no column qestion; .*question",
+    "a byte order mark": Case(
+        bytes_of(b"\xef\xbb\xbf" + json.dumps(QUESTION).encode()), None, prompts_are(lambda p: p == "What is 1+1?")
     ),
-    "verl's columns, not named": (
+    "Latin-1 in place of UTF-8": Case(
+        bytes_of('{"question": "\u00e4pfel?", "answer": "2"}'.encode("latin-1")), "UnicodeDecodeError: 'utf-8' codec"
+    ),
+    "a CSV with semicolons": Case(
+        rows_of("question;answer", "1+1?;2", name="train.csv"), "no column question; .*question;answer"
+    ),
+    "a CSV with a broken quote": Case(
+        rows_of("question,answer", '"1+1?,2', name="train.csv"), "ParserError.*EOF inside string starting at row 1"
+    ),
+    "JSON that is one object": Case(rows_of({"data": [QUESTION]}, name="train.json"), "no column question; .* data"),
+    "a folder of files, not saved by datasets": Case(
+        flags_of("--dataset {c}"), "FileNotFoundError: Directory .* neither a `Dataset` directory"
+    ),
+    "a saved dataset without a train split": Case(splits_of("--dataset", "validation"), "'train'"),
+    "a hub id with a typing error": Case(
+        flags_of("--dataset openai/gsm8kk"), "DatasetNotFoundError.*openai/gsm8kk.* doesn't exist", online=True
+    ),
+    # columns and answers
+    "another column for the question": Case(
+        rows_of({"query": "1+1?", "answer": "2"}), "no column question; --prompt-column .* query, answer"
+    ),
+    "another column for the answer": Case(
+        rows_of({"question": "1+1?", "solution": "2"}), "no column answer; .*--answer-column .* question, solution"
+    ),
+    "a column with a typing error": Case(
+        rows_of(QUESTION, flags="--prompt-column qestion"), "no column qestion; .* question, answer"
+    ),
+    "verl's columns, not named": Case(
         rows_of({"prompt": [{"role": "user", "content": "1?"}], "reward_model": {"ground_truth": "1"}}),
         "no column question; .* prompt, reward_model",
     ),
-    "ShareGPT's columns": (
-        rows_of({"conversations": [{"from": "human", "value": "1?"}]}),
-        "no column question; .* conversations",
+    "ShareGPT's columns": Case(
+        rows_of({"conversations": [{"from": "human", "value": "1?"}]}), "no column question; .* conversations"
     ),
-    "ShareGPT's messages": (
+    "ShareGPT's messages": Case(
         rows_of({"prompt": [{"from": "human", "value": "1?"}], "answer": "1"}, flags="--prompt-column prompt"),
-        "content",
+        "KeyError: 'content'",
     ),
-    "messages with parts": (
+    "ShareGPT's messages, and a chat template": Case(
+        together(
+            rows_of(
+                {"prompt": [{"from": "human", "value": "1?"}], "answer": "1"},
+                {"prompt": [{"from": "human", "value": "2?"}], "answer": "2"},
+                flags="--prompt-column prompt",
+            ),
+            template_of(TEMPLATE),
+        ),
+        "(?i)content",
+    ),
+    "messages without content": Case(
+        rows_of({"prompt": [{"role": "user"}], "answer": "1"}, flags="--prompt-column prompt"), "KeyError: 'content'"
+    ),
+    "messages with parts": Case(
         rows_of(
             {"prompt": [{"role": "user", "content": [{"type": "text", "text": "1?"}]}], "answer": "1"},
             flags="--prompt-column prompt",
         ),
-        "TypeError.*list",
+        "TypeError: sequence item 0: expected str instance, list found",
     ),
-    "one answer is missing": (rows_of(QUESTION, {"question": "2?", "answer": None}), "row 2.*reference answer"),
-    "an answer without a number": (rows_of({"question": "1?", "answer": "yes"}), "row 1.*reference answer"),
-    "no answers at all": (rows_of({"question": "1?"}), "no column answer; .* question"),
-    "no answers, and the reward compares with one": (
+    "a question that is a list of lists": Case(
+        rows_of({"question": [["1+1?", "2"]], "answer": "2"}), "TypeError: list indices must be integers .* not str"
+    ),
+    "chats for a model without a template": Case(
+        rows_of(CHAT, flags="--prompt-column prompt"), None, prompts_are(lambda prompt: prompt == "Add.\n1+1?")
+    ),
+    "one answer is missing": Case(
+        rows_of(QUESTION, {"question": "2?", "answer": None}),
+        "row 2: .* needs one number as reference answer, this is None",
+    ),
+    "an answer without a number": Case(
+        rows_of({"question": "1?", "answer": "yes"}), "row 1: .* needs one number as reference answer, this is 'yes'"
+    ),
+    "an answer that is a fraction": gold("3/4"),
+    "an answer that is an equation": gold("2 + 3 = 5"),
+    "an answer that is a time": gold("12:30"),
+    "an answer with an exponent": gold("1e5"),
+    "an answer that is a list": gold("1,2,3"),
+    "answers that are numbers or have a unit": Case(
+        rows_of(*({"question": "1?", "answer": text} for text in ("5", "#### $1,234.50", "so\n#### -7", "25%", "3."))),
+    ),
+    "answers that are whole numbers": Case(rows_of({"question": "1?", "answer": 5}, flags="--reward gsm8k")),
+    "answers with a decimal point": Case(rows_of({"question": "1?", "answer": 2.5}, flags="--reward gsm8k")),
+    "no column of answers": Case(rows_of({"question": "1?"}), "no column answer; .* question"),
+    "no answers, and the reward compares with one": Case(
         rows_of({"question": "1?"}, flags="--answer-column None"),
-        "row 1.*reference answer",
+        "row 1: .* needs one number as reference answer, this is None",
     ),
-    "verl's column without ground_truth": (
+    "verl's column without ground_truth": Case(
         rows_of(
             {"prompt": [{"role": "user", "content": "1?"}], "reward_model": {"style": "rule"}},
             flags="--prompt-column prompt --answer-column reward_model",
         ),
-        "ground_truth",
+        "KeyError: 'ground_truth'",
     ),
-    "a question that is a number": (rows_of({"question": 5, "answer": "5"}), "TypeError|int"),
-    "a question that is null": (rows_of(QUESTION, {"question": None, "answer": "5"}), "NoneType"),
-    "empty questions": (rows_of({"question": "", "answer": "5"}), "no prompt of 1 to"),
-    "all questions too long": (rows_of(LONG), "no prompt of 1 to 512 tokens"),
-    "some questions too long": (rows_of(LONG, QUESTION, QUESTION), None),
-    "a line that is no JSON": (rows_of(QUESTION, '{"question": "1?", "answer": "1",}'), "JSON"),
-    "Windows line ends, blank lines": (rows_of(json.dumps(QUESTION) + "\r", "", json.dumps(QUESTION) + "\r"), None),
-    "a CSV with semicolons": (
-        rows_of("question;answer", "1+1?;2", name="train.csv"),
-        "no column .*question;answer",
+    "exact, and a CSV's 5 became 5.0": exact_gold(
+        rows_of("question,answer", "1?,5", *["2?,"] * 3, "3?,6", name="train.csv"), r"(5\.0|6\.0|None)"
     ),
-    "a CSV with a broken quote": (rows_of("question,answer", '"1+1?,2', name="train.csv"), "(?i)pars|EOF|column"),
-    "JSON that is one object": (rows_of({"data": [QUESTION]}, name="train.json"), "no column"),
-    "a folder of files, not saved by datasets": (flags_of("--dataset {c}"), "neither|not found|Directory"),
-    "a saved dataset without a train split": (split_of("validation"), "KeyError: 'train'"),
-    "a hub id with a typing error": (flags_of("--dataset openai/gsm8kk"), "gsm8kk"),
-    "test data with other columns": (
-        lambda c: rows_of({"q": "1"}, name="other.jsonl")(c) and ["--eval-dataset", f"{c}/other.jsonl"],
-        r"other\.jsonl: no column",
+    "exact, and a date": exact_gold(rows_of({"question": "when?", "answer": "2024-05-01"}), "datetime"),
+    "exact, and true": exact_gold(rows_of({"question": "1=1?", "answer": True}), "True"),
+    "exact, and no answer": exact_gold(rows_of({"question": "1?", "answer": None}), "None"),
+    # questions
+    "a question that is a number": Case(rows_of({"question": 5, "answer": "5"}), "TypeError: 'int' object is not iter"),
+    "a question that is null": Case(
+        rows_of(QUESTION, {"question": None, "answer": "5"}), "TypeError: 'NoneType' object is not iterable"
     ),
-    "no such test data": (flags_of("--eval-dataset {c}/no.jsonl"), r"no\.jsonl"),
-    "test data under another name": (
-        lambda c: ["--eval-dataset", split_of("validation")(c)[1], "--eval-rows", "2"],
+    "empty questions": Case(rows_of({"question": "", "answer": "5"}, flags="--prompt-suffix ''"), "no prompt of 1 to"),
+    "all questions too long": Case(rows_of(LONG), "no prompt of 1 to 512 tokens"),
+    "some questions too long": Case(
+        rows_of(LONG, QUESTION, QUESTION), None, prompts_are(lambda prompt: prompt == QUESTION["question"])
+    ),
+    "a question in many scripts": Case(
+        rows_of({"question": EMOJI, "answer": "2"}), None, prompts_are(lambda prompt: prompt == EMOJI)
+    ),
+    "fewer rows than a batch": Case(rows_of(QUESTION)),
+    "the request for ####": suffix(flags_of("--reward gsm8k"), QUESTION["question"] + REQUEST),
+    "a question with the request": Case(
+        rows_of({"question": "1? Write ####.", "answer": "2"}, flags="--reward gsm8k"),
         None,
+        prompts_are(lambda prompt: prompt == "1? Write ####."),
     ),
-    "fewer rows than a batch": (rows_of(QUESTION), None),
+    "no request, as the flag says": suffix(flags_of("--reward gsm8k --prompt-suffix ''"), QUESTION["question"]),
+    "a request of one's own": suffix(flags_of("--prompt-suffix ' Answer:'"), QUESTION["question"] + " Answer:"),
+    "a request of one's own, and a chat template": suffix(
+        together(flags_of("--prompt-suffix ' Answer:'"), template_of(TEMPLATE)), "<user>What is 1+1? Answer:</><bot>"
+    ),
+    # test data
+    "test data with other columns": Case(eval_of({"q": "1"}), r"test\.jsonl: no column question; .* q$"),
+    "test data without answers": Case(eval_of({"question": "1?"}), r"test\.jsonl: no column answer; .* question$"),
+    "no such test data": Case(flags_of("--eval-dataset {c}/no.jsonl"), r"FileNotFoundError.*no\.jsonl"),
+    "test data of a split for validation": Case(
+        splits_of("--eval-dataset", "validation"), None, evaluates("validation?")
+    ),
+    "test data of two splits": Case(splits_of("--eval-dataset", "validation", "test"), None, evaluates("test?")),
+    "test data of a split for training and another": Case(
+        splits_of("--eval-dataset", "dev", "train"), None, evaluates("dev?")
+    ),
+    "test data without a split": Case(splits_of("--eval-dataset"), "(?i)saved.* no split"),
+    "more --eval-rows than rows": Case(eval_of(QUESTION, flags="--eval-rows 1000"), None, evaluates("What is 1+1?")),
     # models
-    "no such model": (flags_of("--model {c}/modle"), "modle"),
-    "a hub id of a model with a typing error": (flags_of("--model Qwen/Qwen2.5-0.5BB"), r"Qwen2\.5-0\.5BB"),
-    "a model without tokenizer": (
+    "no such model": Case(flags_of("--model {c}/modle"), "OSError.*modle"),
+    "a hub id of a model with a typing error": Case(
+        flags_of("--model Qwen/Qwen2.5-0.5BB"), r"Qwen/Qwen2\.5-0\.5BB is not a local folder and is not", online=True
+    ),
+    "a hub id of a model without a network": Case(
+        flags_of("--model Qwen/Qwen2.5-0.5B"), "couldn't find them in the cached files"
+    ),
+    "a model without tokenizer": Case(
         model_of(lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")]),
-        "(?i)tokenizer",
+        "the tokenizer makes no prompt",
     ),
-    "a model without weights": (model_of(lambda f: (f / "model.safetensors").unlink()), r"model\.safetensors"),
-    "weights as a pickle": (
-        model_of(lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin")),
-        r"model\.safetensors",
+    "a model without weights": Case(
+        model_of(lambda f: (f / "model.safetensors").unlink()), r"no file named model\.safe"
     ),
-    "an incomplete download": (model_of(cut("model.safetensors")), "(?i)safetensor"),
-    "a pointer of git-lfs": (
+    "weights as a pickle": Case(
+        model_of(lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin")), r"no file named model\.safe"
+    ),
+    "an incomplete download": Case(model_of(cut("model.safetensors")), "SafetensorError.*incomplete"),
+    "a pointer of git-lfs": Case(
         model_of(lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3)),
-        "(?i)safetensor|header",
+        "SafetensorError.*header",
     ),
-    "a folder of an adapter": (
+    "a config that is no JSON": Case(model_of(cut("config.json")), r"config\.json.* not a valid JSON"),
+    "a folder of an adapter": Case(
         model_of(lambda f: [f.joinpath("config.json").unlink(), f.joinpath("adapter_config.json").write_text("{}")]),
-        "(?i)config|adapter|model_type",
+        "model is an adapter: merge it",
     ),
-    "an encoder": (another("bert", "AutoModelForMaskedLM", **SMALL), "sampler and training pass|BERT|bert"),
-    "an encoder-decoder": (
-        another("t5", "AutoModelForSeq2SeqLM", d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2),
-        "T5Config",
+    "what a LoRA run saved, as --model": Case(adapter("final", "--model"), "earlier/final is an adapter: merge it"),
+    "what a LoRA run saved, as --critic-model": Case(
+        adapter("final/critic", "--critic-model"), "earlier/final/critic is an adapter: merge it", only=PPO
     ),
-    "a classifier": (
-        another("llama", "AutoModelForSequenceClassification", num_key_value_heads=2, **SMALL),
-        "lacks the weights lm_head",
+    "an encoder": Case(
+        another("bert", "AutoModelForMaskedLM", **SMALL), r"sampler and training pass differ|model\.bert\."
     ),
-    "a tokenizer larger than the model": (
-        another("llama", "AutoModelForCausalLM", num_key_value_heads=2, **SMALL | {"vocab_size": 60}),
-        "index out of range|embed",
+    "an encoder-decoder": Case(
+        another("t5", "AutoModelForSeq2SeqLM", d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2), "T5Config"
     ),
-    "more positions than the model has": (
+    "a classifier": Case(another("llama", "AutoModelForSequenceClassification", **LLAMA), "lacks the weights lm_head"),
+    "a tokenizer larger than the model": Case(
+        another("llama", "AutoModelForCausalLM", **LLAMA | {"vocab_size": 60}),
+        "index out of range in self",
+        says("embedding("),
+    ),
+    "more positions than the model has": Case(
         another("gpt2", "AutoModelForCausalLM", n_embd=32, n_layer=1, n_head=2, n_positions=8),
-        "wpe|index out of range",
+        "index out of range in self",
+        says("self.wpe("),
     ),
-    "a config of other sizes than the weights": (config_of(hidden_size=64), "(?i)size mismatch|ignore_mismatched"),
-    "a model with code of its own": (
-        config_of(model_type="mine", auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}),
-        "trust_remote_code|custom code",
+    "a config of other sizes than the weights": Case(
+        model_of(json_of("config.json", hidden_size=64)), "ignore_mismatched_sizes"
     ),
-    "a quantised model": (config_of(quantization_config={"quant_method": "gptq", "bits": 4}), "(?i)gptq|optimum"),
-    # rewards
-    "a reward that has left": (flags_of("--reward exact"), "gsm8k or path/to/file.py:function"),
-    "no such reward file": (flags_of("--reward {c}/no.py:f"), "No module named 'no'"),
-    "a file without the function": (reward_of("def other(p, r, a): ..."), "has no attribute 'score'"),
-    "a reward without a function's name": (reward_of("def score(p, r, a): ...", "reward.py"), "file.py:function"),
-    "a reward with a typing error": (reward_of("def score(p, r, a) return 1"), "SyntaxError"),
-    "a reward that raises": (reward_of("def score(p, r, a): return [x[3] for x in [[]]]"), "IndexError"),
-    "a reward of too few parameters": (reward_of("def score(r): return [1.0] * len(r)"), "TypeError.*score"),
-    "a reward that asks for what the data lack": (reward_of("def score(p, r, a, level): return [1]"), "'level'"),
-    "a reward that returns nothing": (reward_of("def score(p, r, a): pass"), "NoneType"),
-    "a reward of one number": (reward_of("def score(p, r, a): return 1.0"), "float"),
-    "a reward of too few numbers": (reward_of("def score(p, r, a): return [1.0]"), r"should give \d+ finite numbers"),
-    "a reward of words": (reward_of("def score(p, r, a): return ['good'] * len(r)"), "'good'"),
-    "a reward that is not a number": (
-        reward_of("def score(p, r, a): return [float('nan')] * len(r)"),
-        r"should give \d+ finite numbers",
+    "a model with code of its own": Case(
+        model_of(json_of("config.json", model_type="m", auto_map={"AutoConfig": "m.C", "AutoModelForCausalLM": "m.M"})),
+        "model contains custom code",
+    ),
+    "a quantised model": Case(
+        model_of(json_of("config.json", quantization_config={"quant_method": "gptq", "bits": 4})), "GPTQ.* optimum"
+    ),
+    "a model without an EOS": Case(eos_of(None, None), None, says("EOS ids []")),
+    "a model with several EOS ids": Case(eos_of([3, 5, 7]), None, says("EOS ids [1, 3, 5, 7]")),
+    "a model whose padding is its EOS": Case(
+        model_of(
+            lambda f: [
+                json_of("tokenizer_config.json", pad_token="<|endoftext|>")(f),
+                json_of("config.json", pad_token_id=1)(f),
+            ],
+            "--max-response-length 64",
+        ),
+        None,
+        truncates(lambda share: share < 1),
+    ),
+    # critics
+    "no such critic": Case(flags_of("--critic-model {c}/critc"), "OSError.*critc", only=PPO),
+    "a critic of a smaller vocabulary": Case(
+        another("llama", "AutoModelForCausalLM", "critic", **LLAMA | {"vocab_size": 60}),
+        "index out of range in self",
+        says("forward_all(critic"),
+        only=PPO,
+    ),
+    "a critic of another tokenizer": Case(other_tokenizer, "(?i)critic.*tokenizer", only=PPO),
+    "a critic from a model with a tied head": Case(
+        another("gpt2", "AutoModelForCausalLM", "critic", n_embd=32, n_layer=1, n_head=2), only=PPO
+    ),
+    # templates
+    "no such template": Case(flags_of("--chat-template {c}/no.jinja"), r"FileNotFoundError.*no\.jinja"),
+    "an empty template": Case(
+        together(rows_of(QUESTION), template_of("")), None, prompts_are(lambda prompt: prompt == "What is 1+1?")
+    ),
+    "a template that is JSON": Case(template_of('{"role": "user", "content": "..."}'), "(?i)template"),
+    "a template with an open loop": Case(template_of("{% for m in messages %}"), "TemplateSyntaxError.*'for'"),
+    "a template that reads what is not there": Case(
+        template_of("{{ messages[0].parts.text }}"), "UndefinedError.*'parts'"
+    ),
+    "a template that refuses": Case(
+        template_of("{{ raise_exception('no system message') }}"), "TemplateError: no system message"
+    ),
+    # reward files
+    "a reward that has left": Case(flags_of("--reward exact"), "--reward exact: .* gsm8k or path/to/file.py:function"),
+    "no such reward file": Case(flags_of("--reward {c}/no.py:f"), "No module named 'no'"),
+    "a file without the function": Case(reward_of("def other(p, r, a): ..."), "has no attribute 'score'"),
+    "a reward without a function's name": Case(
+        reward_of("def score(p, r, a): ...", "reward.py"), r"reward\.py: .* path/to/file.py:function"
+    ),
+    "a reward that is a method": Case(
+        reward_of(f"class Scorer:\n {VARIED}", "reward.py:Scorer.score"), "has no attribute 'Scorer.score'"
+    ),
+    "a reward file called math.py": Case(
+        reward_of(VARIED, "math.py:score"), r"math\.py.* another module math,.* rename"
+    ),
+    "a reward file called datasets.py": Case(
+        reward_of(VARIED, "datasets.py:score"), r"datasets\.py.* another module datasets,.* rename"
+    ),
+    "a reward file called random.py": Case(
+        reward_of(VARIED, "random.py:score"), r"random\.py.* another module random,.* rename"
+    ),
+    "a reward file with a dot": Case(reward_of(VARIED, "my.reward.py:score"), r"my\.reward\.py.* no other dot"),
+    "a reward file in the current folder": Case(relative(reward_of(VARIED))),
+    "a reward file in a folder beside": Case(relative(reward_of(VARIED, "rewards/mine.py:score"))),
+    "a reward with a typing error": Case(reward_of("def score(p, r, a) return 1"), "SyntaxError: expected ':'"),
+    "a reward that raises": Case(
+        reward_of("def score(p, r, a): return [x[3] for x in [[]]]"), "IndexError", says("return [x[3] for x in [[]]]")
+    ),
+    "a reward of too few parameters": Case(reward_of("def score(r): return [1.0] * len(r)"), r"TypeError: score\(\)"),
+    "a reward that asks for what the data lack": Case(
+        reward_of("def score(p, r, a, level): return [1]"), "missing 1 required positional argument: 'level'"
+    ),
+    "a reward that returns nothing": Case(reward_of("def score(p, r, a): pass"), "'NoneType' object is not iterable"),
+    "a reward of one number": Case(reward_of("def score(p, r, a): return 1.0"), "'float' object is not iterable"),
+    "a reward of too few numbers": Case(
+        reward_of("def score(p, r, a): return [1.0]"), r"should give \d finite numbers, got 1"
+    ),
+    "a reward of words": Case(reward_of("def score(p, r, a): return ['good'] * len(r)"), "to float: 'good'"),
+    "a reward that is not a number": Case(
+        reward_of("def score(p, r, a): return [float('nan')] * len(r)"), r"should give \d finite numbers, got.*nan"
+    ),
+    "a reward that is infinite, once and later": Case(
+        reward_of(
+            "calls = []\ndef score(p, r, a): calls.append(0); return [1e999 if len(calls) > 1 else 1.0] * len(r)"
+        ),
+        r"should give \d finite numbers, got.*inf",
+        steps=1,
+    ),
+    "a reward that is a coroutine": Case(
+        reward_of("async def score(p, r, a): return [1.0] * len(r)"), "'coroutine' object is not iterable"
+    ),
+    "a reward that is a generator": Case(reward_of("def score(p, r, a):\n for x in r: yield len(x)")),
+    "a reward of many types": Case(
+        reward_of(
+            "import decimal, numpy, torch\nkinds = bool, int, decimal.Decimal, numpy.float32, torch.tensor\n"
+            "def score(p, r, a): return [kind(len(x) % 2) for kind, x in zip(kinds * 9, r)]"
+        ),
+    ),
+    "a reward of a tensor": Case(
+        reward_of("import torch\ndef score(p, r, a): return torch.tensor([len(x) for x in r])")
+    ),
+    "a reward that prints and sleeps": Case(
+        reward_of("import time\ndef score(p, r, a): print('hm'); time.sleep(1); return [len(x) for x in r]")
+    ),
+    "a reward that forks": Case(
+        reward_of(
+            "import multiprocessing\ndef score(p, r, a):\n"
+            " with multiprocessing.get_context('fork').Pool(2) as pool: return pool.map(len, r)"
+        ),
+    ),
+    "a reward that changes its lists": Case(
+        reward_of(
+            "def score(p, r, a):\n result = [len(x) for x in r]\n r[:] = ['gone'] * len(r)\n"
+            " p.clear()\n a.clear()\n return result"
+        ),
+        None,
+        lambda c, said: all(row["response"] != "gone" for row in rows_in(c, "completions/step_*.jsonl")),
     ),
     # flags
-    "a flag with a typing error": (flags_of("--learning-rate 1"), "(?i)unrecognized"),
-    "a value of another type": (flags_of("--batch-size four"), "four"),
-    "a choice that there is not": (flags_of("--dtype fp16"), "fp16"),
-    "a flag that has left": (flags_of("--top-p 0.9"), "(?i)unrecognized.*--top-p"),
-    "batch sizes that do not divide": (flags_of("--minibatch-size 3"), "multiple of"),
-    "the temperature of greedy decoding": (flags_of("--temperature 0"), "ZeroDivision"),
-    "a run that exists": (flags_of("--output-dir {c} --run-name model"), "exists"),
-    "no such template": (flags_of("--chat-template {c}/no.jinja"), r"no\.jinja"),
-    "no such checkpoint": (flags_of("--resume {c}/runs/x/checkpoints/step_000001"), "step_000001"),
-    # checkpoints
-    "a checkpoint cut short": (resumed(cut("*.*t*")), "(?i)zip|archive|incomplete|safetensors|header"),
-    "a checkpoint without its file": (
-        resumed(lambda f: [x.unlink() for x in f.iterdir()]),
-        "(?i)no such file|incomplete|metadata",
+    "a flag with a typing error": Case(flags_of("--learning-rate 1"), "Unrecognized options: --learning-rate"),
+    "a value of another type": Case(flags_of("--batch-size four"), "--batch-size: invalid literal.*'four'"),
+    "a choice that there is not": Case(flags_of("--dtype fp16"), "invalid choice 'fp16' for argument '--dtype'"),
+    "a flag that has left": Case(flags_of("--top-p 0"), "Unrecognized options: --top-p"),
+    "batch sizes that do not divide": Case(flags_of("--minibatch-size 3"), "must be a multiple of"),
+    "groups of one": Case(flags_of("--group-size 1"), "--estimator grpo compares .* must be 2 or more", only=GRPO),
+    "--batch-size 0": size("batch-size", "0", "1"),
+    "--minibatch-size 0": size("minibatch-size", "0", "1"),
+    "--rollout-batch-size 0": size("rollout-batch-size", "0", "1"),
+    "--microbatch-tokens 0": size("microbatch-tokens", "0", "1"),
+    "--max-response-length 0": size("max-response-length", "0", "1"),
+    "--ppo-epochs 0": size("ppo-epochs", "0", "1"),
+    "--group-size 0": size("group-size", "0", "1", GRPO),
+    "--eval-rows -1": size("eval-rows", "-1", "0"),
+    "--save-every -1": size("save-every", "-1", "0"),
+    "--keep-checkpoints -1": size("keep-checkpoints", "-1", "0"),
+    "--temperature 0": size("temperature", "0.0", "0.01"),
+    "--temperature -1": size("temperature", "-1.0", "0.01"),
+    "--lr -1e-3": size("lr", "-0.001", "0"),
+    "--lr nan": size("lr", "nan", "0"),
+    "--seed -1": size("seed", "-1", "0"),
+    "a seed of 20 digits": Case(flags_of("--seed 12345678901234567890"), r"Seed must be between 0 and 2\*\*32"),
+    "a learning rate that is infinite": Case(
+        flags_of("--lr inf"), "(?i)lr is inf|gradient norm|differ by nan", steps=1
     ),
-    "a checkpoint of another model": (resumed(lambda f: None, "--lora-rank", "2"), "of another model"),
+    "--max-grad-norm 0": Case(flags_of("--max-grad-norm 0")),
+    "--total-iterations 0": Case(
+        together(eval_of(QUESTION), flags_of("--total-iterations 0")), None, evaluates("What is 1+1?")
+    ),
+    "lengths far beyond need": Case(flags_of("--max-response-length 1000000 --max-prompt-length 1000000")),
+    # folders
+    "a run that exists": Case(flags_of("--output-dir {c} --run-name model"), "run folder .*model exists"),
+    "an --output-dir that is a file": Case(flags_of("--output-dir {c}/train.jsonl"), r"Error.*train\.jsonl"),
+    "an --output-dir that may not be written to": Case(locked("runs", 0o555), "PermissionError.*runs/run"),
+    "a run name with a slash": Case(flags_of("--run-name july/first")),
+    # checkpoints
+    "no such checkpoint": Case(
+        flags_of("--resume {c}/runs/x/checkpoints/step_000001"), r"newest checkpoint of a run \(in .*/runs/x: None\)"
+    ),
+    "a run folder as checkpoint": Case(
+        resumed(flags="--resume {c}/runs/run"), r"newest checkpoint of a run \(in .*: None\)"
+    ),
+    "a file as checkpoint": Case(
+        resumed(flags="--resume {c}/train.jsonl"), r"newest checkpoint of a run \(in .*: None\)"
+    ),
+    "a checkpoint of another program": Case(step_5, "--resume takes the newest checkpoint of a run"),
+    "a checkpoint that is not the newest": Case(
+        resumed(flags="--resume {c}/runs/run/checkpoints/step_000001"),
+        r"newest checkpoint of a run \(in .*/runs/run: .*/step_000002\)",
+    ),
+    "a checkpoint, and another --run-name": Case(
+        resumed(flags="--resume {c}/runs/run/checkpoints/step_000002 --run-name other"), "and no other --run-name"
+    ),
+    "a checkpoint by a relative path": Case(resumed(flags="--resume runs/run/checkpoints/step_000002/")),
+    "another batch size on resume": Case(
+        together(
+            rows_of(*({"question": f"{n}?", "answer": "2"} for n in range(16))),
+            resumed(first="--eval-every 1", flags="--eval-every 1 --total-iterations 3 --batch-size 8"),
+        ),
+        None,
+        goes_on,
+    ),
+    "a checkpoint cut short": Case(resumed(cut("*.*t*")), "(?i)zip archive|incomplete|SafetensorError"),
+    "a checkpoint without its file": Case(
+        resumed(lambda f: [x.unlink() for x in f.iterdir()]), r"No such file.*checkpoint\.pt|is incomplete"
+    ),
+    "a checkpoint of another model": Case(resumed(flags="--lora-rank 2"), "of another model"),
+    "a checkpoint of grpo_llm for ppo_llm": Case(
+        resumed(by=sibling("ppo", "grpo")), "checkpoint .* of another (script|model)", only=PPO
+    ),
+    "a checkpoint of ppo_llm for grpo_llm": Case(
+        resumed(by=sibling("grpo", "ppo")), "checkpoint .* of another (script|model)", only=GRPO
+    ),
+    "a replicated checkpoint for a sharded run": Case(
+        resumed(by=sibling("_fsdp", "")), "checkpoint .*step_000002", only=SHARDED
+    ),
+    "a sharded checkpoint for a replicated run": Case(
+        resumed(by=sibling("_llm", "_llm_fsdp")), "checkpoint .*step_000002|step_000002/checkpoint", only=REPLICATED
+    ),
+    # changed lines
+    "a changed line that raises": Case(
+        changed(("args.kl_reward_coef * kl  #", "args.kl_reward_coef * k2  #")),
+        "NameError: name 'k2' is not defined",
+        says("args.kl_reward_coef * k2  #"),
+    ),
+    "a head that the optimizer trains and no checkpoint holds": Case(
+        changed((INVERSE, f"{INVERSE}\n        self.value_head = nn.Linear(model.config.hidden_size, 1)")),
+        "optimizer of policy must hold exactly the trained parameters",
+    ),
+    "an optimizer that lacks a parameter": Case(
+        changed(("AdamW(policy.parameters()", "AdamW(list(policy.parameters())[1:]")),
+        "optimizer of policy must hold exactly the trained parameters",
+    ),
+    "a sampler whose logits are NaN": Case(
+        changed((LOGITS, f"{LOGITS} * math.nan")), "iteration 1: sampler and training pass differ by nan"
+    ),
+    "a sampler whose logits are NaN, in iteration 3": Case(
+        changed((ROLLOUT, ROLLOUT.replace("e)", "e if iteration < 3 else math.nan)"))),
+        "iteration 3: sampler and training pass differ by nan",
+        steps=2,
+    ),
+    "a sampler at another temperature": Case(
+        changed((ROLLOUT, "responses = rollout(rows, uniforms, 0.7)")),
+        "iteration 1: sampler and training pass differ by",
+    ),
+    "a sampler with the weights of the start": Case(
+        changed((ADDED, f"{ADDED}\n    sampler = __import__('copy').deepcopy(policy_model)"), SAMPLER),
+        "iteration 2: sampler and training pass differ by .* other weights",
+        steps=1,
+    ),
 }
-# What the libraries that meet it do not name, as the table says.
-UNNAMED = "an empty file", "a hub id of a model with a typing error"
 
 
-def run_alone(script, folder, flags):
+class NoSuchRepository(http.server.BaseHTTPRequestHandler):
+    """What the hub answers when it is asked for a repository that it does not have."""
+
+    def do_GET(self):
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def hub():
+    """The address of such a hub."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NoSuchRepository) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def run_alone(script, folder, flags, **environment):
     """One process with a limit on memory and time. `folder` is where relative paths lead to."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": f"{folder}/.cache"}
+    env |= {"HF_HUB_OFFLINE": "1"} | environment
     limits = {"timeout": 120, "preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))}
     command = [sys.executable, str(script), *flags]
+    if os.getuid() == 0:  # modes of files must hold for root, too
+        command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *command]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, errors="replace", **limits)
 
 
-def is_finite(folder):
-    """Whether all weights that runs have left, and all their metrics, are."""
-    weights = [x for file in folder.glob("runs/**/final/**/*.safetensors") for x in load_file(file).values()]
-    lines = [line for file in folder.glob("runs/**/metrics.jsonl") for line in file.read_text().splitlines()]
-    numbers = [number for line in lines for number in json.loads(line).values()]
-    return all(map(math.isfinite, numbers)) and all(x.isfinite().all() for x in weights)
+def first_flags(script, c):
+    """The flags of every case; its own come behind them."""
+    flags = f"--model {c}/model --dataset {c}/train.jsonl --batch-size 4 --minibatch-size 4 --eval-every 0"
+    flags = f"{flags} --max-response-length 4 --total-iterations 2 --output-dir {c}/runs --run-name run".split()
+    return flags + ["--group-size", "2"] * script.stem.startswith("grpo")
+
+
+def run_well(script, c, *flags):
+    """A run that a case begins with."""
+    done = run_alone(script, c, [*first_flags(script, c), "--reward", f"{c}/varied.py:score", *flags])
+    assert done.returncode == 0, last_words(done.stderr)
+
+
+def last_words(text):
+    """What a run ends with: our own sentence; or the messages of the exceptions that nobody caught, the causes before
+    what they caused; or what tyro puts in a box."""
+    lines = [re.sub(r"^\[rank\d\]: ?", "", line) for line in text.splitlines()]
+    own = [line for line in lines if line.startswith("error: ")]
+    messages, inside = [], ""
+    for line in lines:
+        if line.startswith("Traceback (most recent call last)"):
+            inside = "frames"
+        elif line.startswith(("The above exception was", "During handling of", "[W")):  # [W: torch's, as it ends
+            inside = ""
+        elif inside == "frames" and line[:1] not in ("", " "):
+            inside = "message"
+        if inside == "message":
+            messages.append(line)
+    boxed = [line.strip("\u2502\u2500 ") for line in lines if line.startswith("\u2502")]
+    return "\n".join(own or messages or boxed).strip()
+
+
+def contents(c):
+    """{file or folder: what tells whether it was touched} of all that lies in the folder of a case."""
+    found = {}
+    for path in c.rglob("*"):
+        if ".cache" not in path.parts:
+            stat = path.stat()
+            found[path.relative_to(c)] = None if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+def last_step(c):
+    """The last iteration in metrics.jsonl."""
+    return max([row["step"] for row in rows_in(c, "metrics.jsonl")], default=0)
+
+
+def fault_of(c, flags):
+    """What is wrong with a run that should train: nothing, if there is a line for every iteration, every number and
+    weight that it left is finite, and the weights moved if a gradient was there to move them."""
+    total = int(flags[len(flags) - flags[::-1].index("--total-iterations")])
+    lines = rows_in(c, "metrics.jsonl")
+    if [row["step"] for row in lines] != [*range(total + 1)]:
+        return f"iterations {[row['step'] for row in lines]} of {total}"
+    if not all(math.isfinite(number) for row in lines for number in row.values()):
+        return "a metric that is not finite"
+    for file in c.glob("runs/**/*.safetensors"):
+        if not all(weight.isfinite().all() for weight in load_file(file).values()):
+            return f"weights in {file.name} that are not finite"
+    if total == 0:
+        return "a model, though nothing was trained" if any(c.glob("runs/**/final")) else ""
+    pushed = any(row.get("actor/grad_norm", 0) > 0 for row in lines)
+    before = load_file(c / "model" / "model.safetensors")
+    after = load_file(next(c.glob("runs/**/final/model.safetensors")))
+    moved = any(not after[key].equal(before[key]) for key in after)
+    return (
+        "" if pushed == moved else f"gradients {'' if pushed else 'all '}0, yet weights {'moved' if moved else 'not'}"
+    )
 
 
 def one_input(name, script, folder):
-    """Runs a case in `folder`: (verdict, what it said). Verdicts: "named" (it ended and named the cause), "ran" (as it
-    should), or what is wrong."""
-    prepare, pattern = INPUTS[name]
-    tiny = ROOT / "benchmarks" / "tiny"
+    """Runs a case in `folder`: (verdict, what it said). Verdicts: "named" (it ended before it trained, named the cause
+    and left the user's files alone), "ran" (as it should), or what is wrong."""
+    case, tiny = INPUTS[name], ROOT / "benchmarks" / "tiny"
     shutil.copytree(tiny / "model", folder / "model")
     lines = (tiny / "train.jsonl").read_text().splitlines(keepends=True)[:40]
     (folder / "train.jsonl").write_text("".join(lines))
-    flags = f"--model {folder}/model --dataset {folder}/train.jsonl --batch-size 4 --minibatch-size 4 --eval-every 0"
-    flags = f"{flags} --max-response-length 4 --total-iterations 2 --output-dir {folder}/runs --run-name run".split()
-    flags += ["--group-size", "2"] * script.stem.startswith("grpo")
-
-    def run(*more):
-        return run_alone(script, folder, [*flags, *more])
-
-    own = prepare(folder, run) if hasattr(prepare, "runs") else prepare(folder)
+    (folder / "varied.py").write_text(VARIED)
+    for hidden in ".mine.old", ".mine.tmp":  # the scripts have hidden folders of such names, too
+        (folder / hidden).mkdir()
+        (folder / hidden / "notes.txt").write_text("mine")
+    runs = case.pattern is None
     try:
-        done = run(*(own or []))
+        flags = [*first_flags(script, folder), *["--reward", f"{folder}/varied.py:score"] * runs]
+        flags += case.prepare(folder, script)
+    except AssertionError as error:
+        return "NOT PREPARED", str(error)
+    copy = folder / script.name  # of the script, which the case has changed
+    before, step = contents(folder), last_step(folder)
+    try:
+        with hub() if case.online else contextlib.nullcontext() as address:
+            place = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address} if case.online else {}
+            done = run_alone(copy if copy.exists() else script, folder, flags, **place)
     except subprocess.TimeoutExpired:
         return "HANGS", ""
-    words = r"(\[rank\d\]: )?(error: |[\w.]*(Error|Exception|Iteration|Invalid)\b|\u2502)"  # tyro's are in a box
-    said = "\n".join(line for line in done.stderr.splitlines() if re.match(words, line))
-    trained = (folder / "runs" / "run" / "final").exists() and not hasattr(prepare, "runs")
-    if pattern is None:
-        return ("ran" if done.returncode == 0 and trained and is_finite(folder) else "DID NOT RUN"), said
-    if done.returncode <= 0 or trained:
+    said = last_words(done.stderr)
+    after = contents(folder)
+    touched = [str(path) for path in before if after.get(path, ()) != before[path]]
+    if runs:
+        if done.returncode != 0:
+            return "DID NOT RUN", said
+        touched = [path for path in touched if not path.startswith("runs/")]
+        fault = fault_of(folder, flags)
+        if fault:
+            return "RAN WRONGLY", fault
+    elif done.returncode <= 0:
         return ("TRAINED" if done.returncode == 0 else "CRASHED"), said
-    return ("named" if re.search(pattern, said, re.S) else "NOT NAMED"), said
+    elif last_step(folder) > step + case.steps:
+        return "TRAINED", said
+    elif not re.search(case.pattern, said, re.S | re.M):
+        return "NOT NAMED", said
+    if touched:
+        return "TOUCHED", f"{', '.join(touched)}; {said}"
+    if case.check and not case.check(folder, done.stdout + done.stderr):
+        return "RAN WRONGLY" if runs else "NOT NAMED", said or "not as `check` wants it"
+    return "ran" if runs else "named", said
 
 
 def inputs(count, folder, scripts):
-    """Each case in a process of its own, with one of the scripts in turn."""
+    """Each case in a process of its own, with one of the scripts in turn; two cases at a time."""
     found, lines = Counter(), []
-    for number, name in enumerate(list(INPUTS)[:count]):
-        script, case = scripts[number % len(scripts)], folder / "cases" / str(number)
-        case.mkdir(parents=True)
-        verdict, said = one_input(name, folder / f"{script}.py", case)
-        own = [line.strip("\u2502 ") for line in said.splitlines() if re.search(INPUTS[name][1] or "^", line)]
-        what = "" if INPUTS[name][1] is None else (own or said.splitlines() or [""])[-1]
-        what = what.replace(str(case), "..")[:160].replace("|", "/")
+
+    def run(number, name):
+        case = INPUTS[name]
+        able = [script for script in scripts if script in case.only]
+        if not able:
+            return
+        script, place = able[number % len(able)], folder / "cases" / str(number)
+        place.mkdir(parents=True)
+        verdict, said = one_input(name, folder / f"{script}.py", place)
+        if verdict == "named":  # from the line on that names the cause
+            match = re.search(case.pattern, said, re.S | re.M)
+            said = said[said.rfind("\n", 0, match.start() + 1) + 1 :]
+        for path in place, folder, sys.prefix, sys.base_prefix:
+            said = said.replace(str(path), "..")
+        what = "" if verdict == "ran" else said.replace("\n", " ")[:160].replace("|", "/")
         found[verdict] += 1
-        lines.append(f"| {name} | {script} | {verdict} | {what} |")
-        print(lines[-1], flush=True)
-        shutil.rmtree(case)
+        lines.append((number, f"| {name} | {script} | {verdict} | {what} |"))
+        print(lines[-1][1], flush=True)
+        shutil.rmtree(place)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, *zip(*enumerate(list(INPUTS)[:count]))))
+    lines = [line for _, line in sorted(lines)]
     text = f"`python benchmarks/faults.py inputs {count}`: what users get wrong, and how a run of one process says so "
-    text += f"(its last line). {found['named']} of {len(lines)} ended and named the cause; {found['ran']} ran, as "
+    text += f"(the line that names it). {found['named']} of {len(lines)} ended before they trained on it, named the "
+    text += f"cause and left the user's files as they were; {found['ran']} ran, as "
     others = "".join(f"; **{found[bad]} {bad}**" for bad in found if bad not in ("named", "ran"))
     text += f"they should{others or '; none hung or trained on what it should not'}.\n\n"
-    text += "| input | script | verdict | last line |\n| --- | --- | --- | --- |\n" + "\n".join(lines) + "\n"
+    text += "| input | script | verdict | what it said |\n| --- | --- | --- | --- |\n" + "\n".join(lines) + "\n"
     (RESULTS / "inputs.md").write_text(text)
     print(text[: text.index("| input")])
 

@@ -84,6 +84,7 @@ def measure(script, model, processes, flags):
         command += ["--main_process_port", "0", str(worker), "--model", str(model), "--output-dir", f"{folder}/runs"]
         tiny = ROOT / "benchmarks" / "tiny"
         command += ["--dataset", f"{tiny}/train.jsonl", "--eval-dataset", f"{folder}/eval.jsonl", *flags.split()]
+        command += ["--prompt-suffix", ""]  # the embedded prompts as they are
         first = (tiny / "test.jsonl").read_text().splitlines()[0]
         (Path(folder) / "eval.jsonl").write_text(first + "\n")
         # What is freed goes back to the system at once, so that the peak is what was needed at one time.

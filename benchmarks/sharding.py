@@ -197,7 +197,7 @@ def main():
         rows = (ROOT / "benchmarks" / "tiny" / "test.jsonl").read_text().splitlines(keepends=True)
         (folder / "eval.jsonl").write_text("".join(rows[:8]))
         wide += ["--dataset", str(ROOT / "benchmarks" / "tiny" / "train.jsonl")]
-        wide += ["--eval-dataset", str(folder / "eval.jsonl")]
+        wide += ["--eval-dataset", str(folder / "eval.jsonl"), "--prompt-suffix", ""]  # the prompts as they are
         memory = compare_memory(folder, [*wide, "--total-iterations", "1"], size)
         print(memory)
         default = compare_times(folder, steps, args.repetitions)

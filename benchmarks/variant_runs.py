@@ -39,13 +39,13 @@ SEQUENCE += " --eval-dataset {tasks}/sequence/test.jsonl --max-response-length 9
 SEQUENCE += " --critic-lr 1e-3 --lam 0.95 --kl-reward-coef 0 --entropy-coef 0.01 --total-iterations 120 --eval-every 20"
 CALCULATOR = "--model {tasks}/calculator/model --dataset {tasks}/calculator/train.jsonl"
 CALCULATOR += " --eval-dataset {tasks}/calculator/test.jsonl --max-response-length 96"
-CALCULATOR += " --lr 1.5e-4 --total-iterations 30 --microbatch-tokens 2048"
+CALCULATOR += ' --lr 1.5e-4 --total-iterations 30 --microbatch-tokens 2048 --prompt-suffix ""'
 BOXES = "--model {tasks}/boxes/model --dataset {tasks}/boxes/train.jsonl"
 BOXES += " --eval-dataset {tasks}/boxes/test.jsonl --max-response-length 16 --lr 1e-3"
-BOXES += " --kl-loss-coef 0 --total-iterations 20 --eval-every 5"
+BOXES += ' --kl-loss-coef 0 --total-iterations 20 --eval-every 5 --prompt-suffix ""'
 LENGTHS = "--model {tasks}/lengths/model --dataset benchmarks/tiny/train.jsonl"
 LENGTHS += " --eval-dataset benchmarks/tiny/test.jsonl --max-response-length 144 --lr 3e-4"
-LENGTHS += " --total-iterations 60 --microbatch-tokens 2048"
+LENGTHS += ' --total-iterations 60 --microbatch-tokens 2048 --prompt-suffix ""'
 CONTROL = f"{LENGTHS} --reward notes/variants/length_control.py:length_control"
 EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "ppo": ("ppo_llm", "", 3),

@@ -1,10 +1,11 @@
 """Prompts from every format people have, chat templates, lengths, test data, awkward numbers, and what is refused."""
 
 import json
+from decimal import Decimal
 
 import datasets
 import pytest
-from conftest import ROOT, make_tokenizer, read_metrics, read_rows, toy_rows, write_rows
+from conftest import ROOT, TINY, each_script, make_tokenizer, read_metrics, read_rows, toy_rows, write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -104,7 +105,7 @@ def save(folder, row, ending):
 def test_formats(algo, tmp_path, name, ending):
     row, flags, prompt, answer, messages = FORMATS[name]
     path = save(tmp_path, row, ending)
-    rows, summary = load(algo, path, **flags)
+    rows, summary = load(algo, path, prompt_suffix="", **flags)
     assert summary == f"{path} (text): 2 rows, 0 left out" and len(rows) == 2
     for found in rows:
         assert (found["prompt"], found["answer"]) == (prompt, answer)
@@ -130,7 +131,7 @@ def test_hub_ids_with_and_without_configuration(algo, monkeypatch, source, asked
 
     monkeypatch.setattr(algo.datasets, "load_dataset", load_dataset)
     for split in ("train", "test"):
-        rows, summary = load(algo, source, split=split)
+        rows, summary = load(algo, source, split=split, prompt_suffix="")
         assert [row["prompt"] for row in rows] == [f"{split}?"] and summary.startswith(f"{source} (text): 1 rows")
     assert calls == [(asked, {})] * 2
 
@@ -180,7 +181,9 @@ def test_a_file_has_no_test_data_beside_it(algo, tmp_path, name):
         (("validation",), "validation 0?"),
         (("train",), "train 0?"),
         (("validation", "test"), "test 0?"),
-        (("dev", "validation"), "dev 0?"),
+        (("test", "validation"), "test 0?"),
+        (("train", "validation"), "validation 0?"),
+        (("dev", "validation"), "validation 0?"),
     ],
 )
 def test_named_test_data_are_read_whatever_their_split_is_called(algo, tmp_path, splits, found):
@@ -189,6 +192,11 @@ def test_named_test_data_are_read_whatever_their_split_is_called(algo, tmp_path,
     assert evaluated(algo, dataset=saved(tmp_path / "saved", "train", "test"), eval_dataset=named) == found
     file = write_rows(tmp_path / "train.jsonl", toy_rows(2))
     assert evaluated(algo, dataset=file, eval_dataset=named) == found
+
+
+def test_a_named_file_is_test_data_as_a_whole(algo, tmp_path):
+    train, test = (write_rows(tmp_path / f"{i}.jsonl", toy_rows(2, i)) for i in (0, 100))
+    assert evaluated(algo, dataset=train, eval_dataset=test) == "what is 100 + 2?"
 
 
 def test_a_folder_whose_only_split_is_validation_is_evaluated(toy_run, tmp_path, capsys):
@@ -240,22 +248,52 @@ def test_a_text_is_one_user_turn(algo, tmp_path):
     assert rows[1]["columns"] == toy_rows(2)[1] | {"messages": chat("what is 1 + 1??")}
 
 
-def test_a_question_for_a_chat_model_asks_for_what_the_reward_looks_for(algo, tmp_path):
-    """Only a bare one: not a chat, not a text that speaks of #### itself."""
-    asked = "Say #### and the sum of 1 and 1."
-    path = write_rows(tmp_path / "train.jsonl", [{"prompt": p, "answer": "2"} for p in ("1+1?", asked, chat("1+1?"))])
-    rows, _ = load(algo, path, tokenizer_with_bos(), prompt_column="prompt")
-    request = """ Let's think step by step and output the final answer after "####"."""
-    texts = "1+1?" + request, asked, "1+1?"
-    assert [row["prompt"] for row in rows] == [f"<eos2>u#{text}\na#" for text in texts]
+REQUEST = """ Let's think step by step and output the final answer after "####"."""
+ASKED = "Say #### and the sum of 1 and 1."
+SUFFIXES = [  # flags; what becomes of "1+1?" and of what asks for #### itself
+    ({}, ("1+1?" + REQUEST, ASKED)),
+    ({"prompt_suffix": ""}, ("1+1?", ASKED)),
+    ({"prompt_suffix": " quick!"}, ("1+1? quick!", ASKED + " quick!")),
+    ({"reward": "file.py:f"}, ("1+1?", ASKED)),
+    ({"reward": "file.py:f", "prompt_suffix": "\n#"}, ("1+1?\n#", ASKED + "\n#")),
+]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+@pytest.mark.parametrize("flags, texts", SUFFIXES)
+def test_a_question_asks_for_what_the_reward_looks_for(algo, tmp_path, flags, texts, template):
+    """With a template or without; a chat is the caller's own."""
+    questions = "1+1?", ASKED, chat("1+1?")
+    path = write_rows(tmp_path / "train.jsonl", [{"prompt": p, "answer": "2"} for p in questions])
+    tokenizer = tokenizer_with_bos(template)
+    rows, _ = load(algo, path, tokenizer, prompt_column="prompt", **flags)
+    texts = *texts, "1+1?"
+    prompts = [f"<eos2>u#{text}\na#" for text in texts] if template else list(texts)
+    assert [row["prompt"] for row in rows] == prompts
+    assert [row["input_ids"] for row in rows] == [
+        tokenizer(prompt, add_special_tokens=not template)["input_ids"] for prompt in prompts
+    ]
     assert [row["columns"]["messages"] for row in rows] == [chat(text) for text in texts]
+
+
+@each_script()
+def test_the_embedded_prompts_are_the_questions(algo, monkeypatch):
+    """As they have always been: asked for "####" the model would score 0.004 in place of 0.308."""
+    monkeypatch.setattr("sys.argv", ["script.py"])
+    args, tokenizer = algo.parse_args(), AutoTokenizer.from_pretrained(TINY / "model")
+    for source, table in zip((args.dataset, args.eval_dataset), algo.read_data(args)):
+        rows, _ = algo.load_prompts(source, table.select(range(100)), args, tokenizer)
+        questions = [row["question"] for row in read_rows(source)[:100]]
+        assert [row["prompt"] for row in rows] == questions
+        assert [row["input_ids"] for row in rows] == tokenizer(questions)["input_ids"]
 
 
 @pytest.mark.parametrize("template, flag", [(TEMPLATE, "none"), (None, None), (None, "none")])
 @pytest.mark.parametrize("prompt, text", [("1+1?", "1+1?"), (chat("hi", "yes?", "why"), "hi\nyes?\nwhy")])
 def test_without_a_template_prompts_stay_text_with_one_bos(algo, tmp_path, template, flag, prompt, text):
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": prompt, "answer": "2"}])
-    (row,), summary = load(algo, path, tokenizer_with_bos(template), chat_template=flag, prompt_column="prompt")
+    flags = {"chat_template": flag, "prompt_column": "prompt", "prompt_suffix": ""}
+    (row,), summary = load(algo, path, tokenizer_with_bos(template), **flags)
     assert "(text)" in summary and row["prompt"] == text
     assert row["input_ids"] == [2, *make_tokenizer()(text)["input_ids"]]
 
@@ -288,11 +326,12 @@ def test_a_run_on_verls_parquet_with_a_template_file(toy_run, tmp_path):
 def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
     texts = ["a" * 7, "b" * 8, "", "c" * 30, "d"]
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": text, "answer": str(i)} for i, text in enumerate(texts)])
-    rows, summary = load(algo, path, max_prompt_length=7, prompt_column="prompt")
+    flags = {"max_prompt_length": 7, "prompt_column": "prompt", "prompt_suffix": ""}
+    rows, summary = load(algo, path, **flags)
     assert summary == f"{path} (text): 2 rows, 3 left out"
     assert [(row["prompt"], row["answer"]) for row in rows] == [("a" * 7, "0"), ("d", "4")]
     # The BOS counts.
-    rows, summary = load(algo, path, tokenizer_with_bos(None), max_prompt_length=7, prompt_column="prompt")
+    rows, summary = load(algo, path, tokenizer_with_bos(None), **flags)
     assert [row["prompt"] for row in rows] == ["", "d"] and "3 left out" in summary
 
 
@@ -359,6 +398,57 @@ def test_the_number_after_the_last_hashes(algo, text, number):
     assert algo.gsm8k_number(text) == number
 
 
+GOLDS = [
+    ("#### 18", 18),
+    ("1,234", 1234),
+    ("1,234,567.8", Decimal("1234567.8")),
+    ("$-5", -5),
+    ("-$5", -5),
+    ("5%", 5),
+    ("5 %.", 5),
+    ("5.", 5),
+    ("7.50", Decimal("7.5")),
+    (".5", Decimal("0.5")),
+    (5, 5),
+    (5.0, 5),
+    ("x #### 3 #### 4", 4),
+    ("5°", 5),
+    ("5 €", 5),
+    ("so 5\n#### 5\n", 5),
+    ("  5 ", 5),
+    ("3/4 #### 0.75", Decimal("0.75")),
+]
+NO_GOLDS = "3/4", "2 + 3 = 5", "12:30", "1e5", "1,2,3", "5 apples", "", None, float("nan"), "12,34", "1234,567"
+NO_GOLDS += "#### ", "5 6", "5\n6", "5-", "7.5.2", "1,234,5", True, 1e-7, "####5####", "x = 5", "$", "."
+
+
+def load_gold(algo, gold):
+    """The answer of the only row, as `gsm8k` gets it."""
+    table = datasets.Dataset.from_list([{"question": "1+1?", "answer": gold}])
+    ((row,), _) = algo.load_prompts("rows", table, algo.Args(model="none"), make_tokenizer())
+    return row["answer"]
+
+
+@pytest.mark.parametrize("gold, number", GOLDS)
+def test_a_reference_answer_is_one_number(algo, gold, number):
+    responses = [f"#### {number}", f"#### {number + 1}"]
+    assert algo.gsm8k(["p"] * 2, responses, [load_gold(algo, gold)] * 2) == [1, 0]
+
+
+@pytest.mark.parametrize("gold", NO_GOLDS, ids=repr)
+def test_what_is_more_than_a_number_is_no_reference_answer(algo, capsys, gold):
+    """Half of it would be read, 3 of 3/4: right answers would score 0, and wrong ones 1."""
+    with pytest.raises(SystemExit):
+        load_gold(algo, gold)
+    line = f"error: rows, row 1: --reward gsm8k needs one number as reference answer, this is {gold!r}"
+    assert capsys.readouterr().err.strip() == line
+
+
+def test_responses_may_say_more_than_a_number(algo):
+    said = "#### 3/4", "#### 5 apples", "#### 12:30", "#### 1e5", "#### $5 or so", "5 #### 1,2,3"
+    assert [algo.gsm8k_number(text) for text in said] == [3, 5, 12, 1, 5, 123]
+
+
 @pytest.mark.parametrize(
     "response, gold, score",
     [
@@ -421,18 +511,41 @@ def test_a_default_column_that_is_missing_names_those_there_are(refused, tmp_pat
     assert refused(dataset=path, reward="gsm8k") == f"error: {path}: no column {missing}; {flags}"
 
 
-@pytest.mark.parametrize("answer, shown", [("so there are #### many", "'so there are #### many'"), (None, "None")])
+@pytest.mark.parametrize(
+    "answer, shown",
+    [
+        ("so there are #### many", "'so there are #### many'"),
+        (None, "None"),
+        ("3 of 4 are #### 3/4", "'3 of 4 are #### 3/4'"),
+    ],
+)
 def test_a_row_without_the_answer_that_the_reward_needs(refused, tmp_path, answer, shown):
     rows = [*toy_rows(5), {"question": "how many?", "answer": answer}, *toy_rows(3)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     line = refused(dataset=path, reward="gsm8k")
-    assert line == f"error: {path}, row 6: --reward gsm8k needs a reference answer, this is {shown}"
+    assert line == f"error: {path}, row 6: --reward gsm8k needs one number as reference answer, this is {shown}"
+
+
+def test_an_answer_of_test_data_that_is_no_number(refused, tmp_path):
+    train = write_rows(tmp_path / "train.jsonl", toy_rows(3))
+    test = write_rows(tmp_path / "test.jsonl", [*toy_rows(1), {"question": "when?", "answer": "12:30"}])
+    line = refused(dataset=train, eval_dataset=test, reward="gsm8k")
+    assert line == f"error: {test}, row 2: --reward gsm8k needs one number as reference answer, this is '12:30'"
+
+
+@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
+@pytest.mark.parametrize(
+    "name, content", [("a.jsonl", ""), ("a.json", ""), ("a.json", "[]\n"), ("a.csv", ""), ("a.parquet", "")]
+)
+def test_an_empty_file(refused, tmp_path, flag, name, content):
+    (tmp_path / name).write_text(content)
+    assert refused(**{flag: f"{tmp_path}/{name}"}) == f"error: {tmp_path}/{name} is empty"
 
 
 def test_gsm8k_without_answers(refused, tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [{"question": "a"}])
     line = refused(dataset=path, reward="gsm8k", answer_column=None)
-    assert line == f"error: {path}, row 1: --reward gsm8k needs a reference answer, this is None"
+    assert line == f"error: {path}, row 1: --reward gsm8k needs one number as reference answer, this is None"
 
 
 def test_a_run_without_answers_says_so_in_a_flag(algo, toy_run, tmp_path, monkeypatch):
@@ -460,12 +573,6 @@ def test_named_test_data_that_are_not_there(algo, toy_run, tmp_path, monkeypatch
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_temperature_of_0_says_so_before_the_run(toy_run):
-    """It would divide the logits: greedy decoding is what evaluation does."""
-    with pytest.raises(ZeroDivisionError):
-        toy_run(temperature=0.0)
-
-
 def test_no_prompt_within_the_limit(refused, toy_data):
     sentence = "the tokenizer makes no prompt of 1 to 5 tokens (--max-prompt-length)"
     assert refused(max_prompt_length=5) == f"error: {toy_data}: {sentence}"
@@ -473,8 +580,8 @@ def test_no_prompt_within_the_limit(refused, toy_data):
 
 @pytest.mark.parametrize("reward", ["gsm9k", "exact", "reward.py", "rewards:f", ""])
 def test_a_reward_that_is_unknown(refused, reward):
-    known = "it should be gsm8k or path/to/file.py:function"
-    assert refused(reward=reward) == f"error: --reward {reward}: {known}"
+    known = f"error: --reward {reward}: it should be gsm8k or path/to/file.py:function"
+    assert refused(reward=reward).startswith(known)
 
 
 # --- real data -------------------------------------------------------------------------------------------------------
@@ -489,16 +596,19 @@ def word_tokenizer():
 
 @pytest.mark.parametrize("split, size", [("train", 7473), ("test", 1319)])
 def test_gsm8k_raw_and_in_verls_form_are_the_same_rows(algo, data_dir, split, size):
-    """In a chat the request is verl's, word for word; all gold solutions score 1, a neighbour's hardly ever."""
-    tokenizer = word_tokenizer()
-    raw, summary = load(algo, data_dir / "gsm8k" / f"{split}.jsonl", tokenizer)
+    """No gold is refused; the request is verl's, word for word; all gold solutions score 1, a neighbour's hardly
+    ever."""
+    tokenizer, file = word_tokenizer(), data_dir / "gsm8k" / f"{split}.jsonl"
+    raw, summary = load(algo, file, tokenizer, prompt_suffix="")
     assert len(raw) == size and summary.endswith(f"(text): {size} rows, 0 left out")
+    texts, _ = load(algo, file, tokenizer)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     verl, summary = load(algo, data_dir / "gsm8k_verl" / f"{split}.parquet", tokenizer, **VERLS)
     assert len(verl) == size and f"(chat): {size} rows, 0 left out" in summary
     instruction = """ Let's think step by step and output the final answer after "####"."""
+    assert [row["prompt"] for row in texts] == [row["prompt"] + instruction for row in raw]
     assert [row["prompt"] for row in verl] == [f"<user>{row['prompt']}{instruction}<assistant>" for row in raw]
-    chats, _ = load(algo, data_dir / "gsm8k" / f"{split}.jsonl", tokenizer)
+    chats, _ = load(algo, file, tokenizer)
     assert [(row["prompt"], row["input_ids"]) for row in chats] == [(x["prompt"], x["input_ids"]) for x in verl]
     solutions, answers = [row["answer"] for row in raw], [row["answer"] for row in verl]
     assert [row["columns"]["extra_info"]["answer"] for row in verl] == solutions

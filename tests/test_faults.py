@@ -2,13 +2,12 @@
 
 import os
 import random
-import shutil
 import sys
 
 import psutil
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, each_script, forked, read_metrics, untimed
+from conftest import ROOT, each_script, forked, read_metrics, untimed
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import faults
@@ -90,15 +89,77 @@ def test_a_long_run_grows_neither_memory_nor_open_files(algo, toy_run, monkeypat
     assert all(torch.tensor(list(m.values())).isfinite().all() for m in untimed(metrics))
 
 
-CASES = [name for name in faults.INPUTS if name not in faults.UNNAMED][1::8]
+# ------------------------------------------------------------------------------------------------ what users get wrong
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_users_get_wrong_is_named(name, tmp_path):
-    """All of them: python benchmarks/faults.py inputs 73."""
-    for script in SCRIPTS:
-        shutil.copy(ROOT / f"{script}.py", tmp_path)
-    case = tmp_path / "cases" / "case"
-    case.mkdir(parents=True)
-    verdict, said = faults.one_input(name, tmp_path / f"{SCRIPTS[CASES.index(name) % 3]}.py", case)
-    assert verdict == ("ran" if faults.INPUTS[name][1] is None else "named"), said
+@pytest.mark.parametrize(
+    "name, stem",
+    [
+        ("--batch-size 0", "ppo_llm_fsdp"),
+        ("an answer that is a time", "grpo_llm"),
+        ("a reward of many types", "ppo_llm"),
+    ],
+)
+def test_what_users_get_wrong(name, stem, tmp_path):
+    """All of them, and all scripts: python benchmarks/faults.py inputs 183."""
+    verdict, said = faults.one_input(name, ROOT / f"{stem}.py", tmp_path)
+    assert verdict == ("ran" if faults.INPUTS[name].pattern is None else "named"), said
+
+
+def test_the_command_of_the_campaign_runs_all_inputs():
+    assert f"faults.py inputs {len(faults.INPUTS)} " in faults.__doc__
+
+
+# In place of a script: what it would do in its folder, and what its run folder would then hold.
+STAND_IN = """
+import json, os, pathlib, shutil, sys
+c = pathlib.Path.cwd()
+run = c / "runs" / "run"
+run.mkdir(parents=True)
+
+def iterations(*grad_norms):
+    rows = [{{"step": step, "actor/grad_norm": norm}} for step, norm in enumerate(grad_norms)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+
+{does}
+"""
+REFUSES = "sys.exit('error: it is too small')"
+
+
+@pytest.mark.parametrize(
+    "does, pattern, verdict",
+    [
+        (REFUSES, "too small", "named"),
+        (REFUSES, "too large", "NOT NAMED"),
+        ("too_small = 1\nraise ValueError('no')", "too_small", "NOT NAMED"),  # it is in the traceback, but not said
+        ("raise ValueError('no,\\n  it is too small')", "too small", "named"),
+        ("try: 1 / 0\nexcept ZeroDivisionError as e: raise ValueError('no') from e", "ZeroDivision.*no", "named"),
+        ("pass", "too small", "TRAINED"),
+        (f"iterations(0, 1)\n{REFUSES}", "too small", "TRAINED"),  # an iteration before it was refused
+        ("os.abort()", "too small", "CRASHED"),
+        (f"(c / 'train.jsonl').unlink()\n{REFUSES}", "too small", "TOUCHED"),
+        (f"(c / '.mine.old').rename(c / 'mine')\n{REFUSES}", "too small", "TOUCHED"),
+        (REFUSES, None, "DID NOT RUN"),
+        ("pass", None, "RAN WRONGLY"),
+        ("iterations(0, 0)", None, "RAN WRONGLY"),  # one of two
+        ("iterations(0, 0, float('nan'))", None, "RAN WRONGLY"),
+        ("iterations(0, 0, 0)\nshutil.copytree(c / 'model', run / 'final')", None, "ran"),
+        ("iterations(0, 0, 1)\nshutil.copytree(c / 'model', run / 'final')", None, "RAN WRONGLY"),  # nothing moved
+    ],
+)
+def test_a_verdict_is_not_reached_by_accident(does, pattern, verdict, tmp_path, monkeypatch):
+    script, case = tmp_path / "ppo_llm.py", tmp_path / "case"
+    script.write_text(STAND_IN.format(does=does))
+    case.mkdir()
+    monkeypatch.setitem(faults.INPUTS, "one", faults.Case(lambda c, script: [], pattern))
+    found, said = faults.one_input("one", script, case)
+    assert found == verdict, said
+
+
+@pytest.mark.parametrize("check, verdict", [(True, "named"), (False, "NOT NAMED")])
+def test_a_case_may_look_at_what_was_left(check, verdict, tmp_path, monkeypatch):
+    (tmp_path / "ppo_llm.py").write_text(REFUSES.replace("sys.exit", "raise SystemExit"))
+    case = tmp_path / "case"
+    case.mkdir()
+    monkeypatch.setitem(faults.INPUTS, "one", faults.Case(lambda c, s: [], "too small", lambda c, said: check))
+    assert faults.one_input("one", tmp_path / "ppo_llm.py", case)[0] == verdict

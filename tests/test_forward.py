@@ -672,6 +672,7 @@ def test_a_sampler_that_goes_astray_ends_the_run_in_whatever_iteration(misled, i
     assert lines == iteration and error.startswith(
         f"error: iteration {iteration}: sampler and training pass differ by 0."
     )
+    assert error.endswith("or other weights sampled")  # as in a run that is off-policy
 
 
 @each_script()

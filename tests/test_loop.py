@@ -187,6 +187,7 @@ CHANGES = {
     "dataset": ({}, None),
     "prompt_column": ({}, "answer"),
     "chat_template": ({}, None),
+    "prompt_suffix": ({}, " quick"),
     "max_prompt_length": ({}, 17),
     "max_response_length": ({}, 9),
     "reward": ({}, f"{ROOT}/benchmarks/rewards.py:exact"),
@@ -515,7 +516,7 @@ def test_credit_lost_off_the_end_is_seen(changed, toy_flags, tmp_path):
 
 @each_script()
 def test_a_wrong_shift_is_refused_in_the_first_iteration(changed, toy_flags, tmp_path, capsys):
-    module = changed("labels = tokens.roll(-1, 1)[mask]", "labels = tokens[mask]")
+    module = changed("labels = tokens.roll(-1, 1)[actions]", "labels = tokens[actions]")
     with pytest.raises(SystemExit) as stop:
         run_changed(module, toy_flags, tmp_path)
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
@@ -646,6 +647,88 @@ def refused(capsys, run, *words):
     lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert stop.value.code == 1 and len(lines) == 1 and lines[0].startswith("error: "), lines
     assert all(word in lines[0] for word in words), lines[0]
+
+
+# Least values: of these, and 0 of every other number.
+LEAST = dict.fromkeys(("batch_size", "group_size", "minibatch_size", "rollout_batch_size", "microbatch_tokens"), 1)
+LEAST |= {"ppo_epochs": 1, "max_response_length": 1, "temperature": 0.01, "entropy_coef": -math.inf}
+
+
+def numbers_of(algo):
+    """{flag that is a number: its least value}"""
+    fields = [field for field in dataclasses.fields(algo.Args) if field.type in (int, float)]
+    return {field.name: LEAST.get(field.name, 0) for field in fields}
+
+
+@each_script()
+def test_a_number_below_its_least_value(algo, toy_run, capsys, monkeypatch, tmp_path):
+    """And one that is none. It is refused before a model is loaded or a folder made."""
+    monkeypatch.setattr(algo, "load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    for name, least in numbers_of(algo).items():
+        flag = name.replace("_", "-")
+        below = (least - 1, -7) if isinstance(least, int) else (least / 2, 0.0, -1.0)
+        for value in (*below, math.nan) if name != "entropy_coef" else [math.nan]:
+            refused(
+                capsys, lambda n=name, v=value: toy_run(**{n: v}), f"--{flag} is {value}, ", f"least value is {least}"
+            )
+    assert list(tmp_path.iterdir()) == [] and len(numbers_of(algo)) > 20
+
+
+@each_script()
+def test_the_least_values_train(algo, toy_run):
+    """All of them at once, and an entropy coefficient that asks for less entropy."""
+    least = numbers_of(algo) | {"total_iterations": 1, "entropy_coef": -0.1, "max_prompt_length": 30}
+    _, metrics = toy_run(**least, **({"estimator": "reinforce_pp"} if "group_size" in least else {}))
+    assert [m["step"] for m in metrics] == [0, 1] and metrics[1]["response/length_mean"] == 1
+    assert all(math.isfinite(value) for value in metrics[1].values())
+
+
+@each_script()
+def test_a_largest_gradient_norm_of_0_scales_nothing_down(toy_run):
+    """Two steps to the bit as under a limit that is never reached, and not as under one that is."""
+    free, far, near = (toy_run(max_grad_norm=limit, weight_decay=0.1) for limit in (0.0, 1e9, 1e-9))
+    assert untimed(free[1]) == untimed(far[1]) != untimed(near[1])
+    weights = [(run_dir / "final" / "model.safetensors").read_bytes() for run_dir, _ in (free, far, near)]
+    assert weights[0] == weights[1] != weights[2] and free[1][2]["kl/mean"] != 0
+
+
+@each_script()
+def test_an_adapter_is_no_model(algo, toy_run, tmp_path, capsys):
+    """What a run with LoRA saves: as --model, and what it saves of its critic as --critic-model."""
+    run_dir, _ = toy_run(lora_rank=2, total_iterations=1)
+    capsys.readouterr()
+    roles = {"model": run_dir / "final"} | (
+        {"critic_model": run_dir / "final/critic"} if hasattr(algo, "Critic") else {}
+    )
+    for flag, folder in roles.items():
+        refused(capsys, lambda f=flag, d=folder: toy_run(**{f: str(d)}), f"{folder} is an adapter", "merge it")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [run_dir.name]
+
+
+UNSAVED = {  # what an optimizer trains that no checkpoint would hold, or leaves out that it should train
+    "a head in the wrapper": (
+        "self.inverse_temperature = ",
+        "self.bonus = nn.Linear(4, 1)\n        self.inverse_temperature = ",
+    ),
+    "a parameter too few": ("AdamW(policy.parameters(), ", "AdamW([*policy.parameters()][1:], "),
+    "another model's": ("AdamW(policy.parameters(), ", "AdamW([*policy.parameters(), nn.Parameter(torch.ones(1))], "),
+    "a frozen model, and the optimizer of another": (
+        'trainees = {"policy": (policy_model, policy_optimizer)}\n',
+        'trainees = {"policy": (policy_model, policy_optimizer)}\n'
+        "    frozen = load_model(args.model, AutoModelForCausalLM)\n"
+        '    trainees["sampler"] = (frozen, policy_optimizer)\n',
+    ),
+}
+
+
+@each_script()
+@pytest.mark.parametrize("what", UNSAVED)
+def test_an_optimizer_that_trains_something_else_than_its_model(changed, toy_flags, tmp_path, capsys, what):
+    module = changed(*UNSAVED[what])
+    run = lambda: run_changed(module, toy_flags, tmp_path, total_iterations=1)  # noqa: E731
+    name = "sampler" if "frozen" in what else "policy"
+    refused(capsys, run, "trainees: ", f"optimizer of {name} ", "exactly the trained parameters")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("sizes", [{"batch_size": 10}, {"minibatch_size": 3}, {"minibatch_size": 16}])

@@ -6,7 +6,9 @@ exactly 0.
 """
 
 import bisect
+import datetime
 import math
+import re
 import statistics
 import time
 from decimal import Decimal
@@ -477,6 +479,14 @@ def test_exact():
     exact = load_script(ROOT / "benchmarks" / "rewards.py").exact
     scores = exact([""] * 5, [" yes\n", "Yes", "", "5", "yes no"], ["yes", "yes", "yes", 5, "yes"])
     assert scores == [1, 0, 0, 1, 0] and all(isinstance(score, float) for score in scores)
+
+
+@pytest.mark.parametrize("gold", [5.0, True, None, datetime.date(2024, 5, 1)])
+def test_exact_refuses_what_is_no_text(gold):
+    """What `datasets` made of a CSV's 5 or a date, no model writes."""
+    exact = load_script(ROOT / "benchmarks" / "rewards.py").exact
+    with pytest.raises(TypeError, match=re.escape(repr(gold))):
+        exact(["", ""], ["5", "5"], ["5", gold])
 
 
 def test_gsm8k_tells_large_numbers_apart(algo):

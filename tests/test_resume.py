@@ -1,6 +1,7 @@
 """What was interrupted goes on as if it had not been: to the bit, on two processes."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import SCRIPTS, compose, copies, each_script, launch, path_of, read_metrics, start, untimed
+from conftest import SCRIPTS, compose, copies, each_script, forked, launch, path_of, read_metrics, start, untimed
 from ranks import load_script, run_ranks, train
 from safetensors.torch import load_file
 
@@ -77,19 +78,87 @@ def test_six_iterations_are_four_and_the_rest(place, name):
     assert found == best(folder / f"{name}-unbroken") and len(found) > 0
 
 
-def test_a_named_checkpoint_and_a_finished_run(toy_run, tmp_path, capsys):
-    """By its path; not an older one, whose run would be mixed with what came after; a finished run stays as it is."""
+def test_a_named_checkpoint_and_a_finished_run(toy_run, tmp_path):
+    """By its path, with the name of its run or none; a finished run stays as it is."""
     run_dir, before = toy_run(total_iterations=4, save_every=2, run_name="named")
     older, newest = run_dir / "checkpoints" / "step_000002", run_dir / "checkpoints" / "step_000004"
-    with pytest.raises(SystemExit):
-        toy_run(total_iterations=4, resume=str(older))
-    assert f"error: {older} is not the newest" in capsys.readouterr().err
     weights = load_file(run_dir / "final" / "model.safetensors")
-    assert untimed(toy_run(total_iterations=4, resume=str(newest))[1]) == untimed(before)
+    assert untimed(toy_run(total_iterations=4, resume=str(newest), run_name="named")[1]) == untimed(before)
     newest.rename(tmp_path / "elsewhere")
-    assert untimed(toy_run(total_iterations=4, save_every=2, resume=str(older))[1]) == untimed(before)
+    flags = {"total_iterations": 4, "save_every": 2, "run_name": None}
+    assert untimed(toy_run(resume=f"{os.path.relpath(older)}/", **flags)[1]) == untimed(before)
     again = load_file(run_dir / "final" / "model.safetensors")
     assert all(torch.equal(x, again[name]) for name, x in weights.items())
+
+
+def listing(folder):
+    """{every path in it: what a file holds}"""
+    return {path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+NO_CHECKPOINTS = {  # what --resume names, below the working folder
+    "a run": "runs/A",
+    "its folder of checkpoints": "runs/A/checkpoints",
+    "a file": "runs/A/args.json",
+    "a file in a checkpoint": "runs/A/checkpoints/step_000010/checkpoint.pt",
+    "what is not there": "runs/A/checkpoints/step_000011",
+    "a run that is not there": "runs/B/checkpoints/step_000010",
+    "one that is not the newest": "runs/A/checkpoints/step_000005",
+    "somebody else's": "theirs/checkpoints/step_000005",
+    "one outside `checkpoints`": "runs/A/best_000010",
+    "the working folder": ".",
+    "an empty word": "",
+}
+
+
+@each_script()
+@pytest.mark.parametrize("what", NO_CHECKPOINTS)
+def test_a_path_that_is_no_checkpoint(toy_run, tmp_path, monkeypatch, capsys, what):
+    """It is refused before anything is touched; so are a checkpoint and the name of another run together."""
+    for folder in ("A/checkpoints/step_000005", "A/checkpoints/step_000010", "A/best_000010", "A/.best_000005.old"):
+        (tmp_path / "runs" / folder).mkdir(parents=True)
+    (tmp_path / "theirs" / "checkpoints" / "step_000005").mkdir(parents=True)
+    for file in ("runs/A/args.json", "runs/A/.a.old", ".b.old", "runs/A/checkpoints/step_000010/checkpoint.pt"):
+        (tmp_path / file).write_text("mine")
+    before = listing(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        toy_run(resume=NO_CHECKPOINTS[what], run_name=None)
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 1 and line.startswith("error: --resume takes the newest checkpoint of a run")
+    assert listing(tmp_path) == before
+
+
+@each_script()
+def test_a_checkpoint_and_the_name_of_another_run(toy_run, tmp_path, capsys):
+    run_dir, _ = toy_run(total_iterations=1, save_every=1, run_name="A")
+    before = listing(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        toy_run(total_iterations=2, resume=str(run_dir / "checkpoints" / "step_000001"), run_name="B")
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 1 and line.startswith("error: --resume ") and "--run-name" in line
+    assert listing(tmp_path) == before
+
+
+@each_script()
+def test_another_batch_size_goes_on_where_the_data_stood(algo, toy_run, tmp_path, monkeypatch):
+    """A checkpoint of version 0.2, which did not count prompts, is taken to have had the batch size of now."""
+    starts, real = [], algo.draw_prompts
+    monkeypatch.setattr(algo, "draw_prompts", lambda *args: starts.append(args[1:3]) or real(*args))
+    small = 2 if "grpo" in algo.__name__ else 4
+    smaller = {"batch_size": small, "minibatch_size": 4}
+    flags = {"save_every": 1, "resume": "auto"}
+    run_dir, _ = toy_run(total_iterations=1, save_every=1, run_name="run")
+    uncounted = shutil.copytree(run_dir, run_dir.with_name("uncounted")) / "checkpoints" / "step_000001"
+    file = next(path for path in (uncounted / "state.pt", uncounted / "checkpoint.pt") if path.exists())
+    saved = torch.load(file, weights_only=True)
+    assert saved.get("state", saved).pop("prompts") == 2 * small
+    torch.save(saved, file)
+    toy_run(total_iterations=2, run_name="run", **flags | smaller)
+    toy_run(total_iterations=3, run_name="run", **flags)
+    assert starts == [(0, 2 * small), (2 * small, small), (3 * small, 2 * small)]
+    toy_run(total_iterations=2, run_name="uncounted", **flags | smaller)
+    assert starts[3:] == [(small, small)]
 
 
 @pytest.mark.parametrize("first, second", [("ppo_llm_fsdp", "grpo_llm_fsdp"), ("grpo_llm_fsdp", "ppo_llm_fsdp")])
@@ -116,6 +185,75 @@ def test_a_sharded_checkpoint_of_the_other_algorithm(place, first, second, capsy
 def test_auto_without_a_checkpoint_begins(toy_run):
     _, metrics = toy_run(total_iterations=1, run_name="fresh", resume="auto")
     assert [m["step"] for m in metrics] == [0, 1]
+
+
+# --------------------------------------------------------------------------------------------------------- Ctrl-C
+
+# A reward that is interrupted in iteration 2, or waits to be.
+INTERRUPTED = """
+import signal
+import time
+from pathlib import Path
+
+calls = []
+
+
+def early(prompts, responses, answers):
+    calls.append(prompts)
+    if len(calls) == 2:
+        for name in {signals}:
+            signal.raise_signal(signal.Signals[name])
+        Path({gate!r}).touch()
+        for _ in range({waits} * 100):
+            time.sleep(0.1)
+    return [sum(c < "m" for c in r) / max(1, len(r)) + 0.01 * len(r) for r in responses]
+"""
+
+
+def interrupted(folder, signals, waits=0):
+    name = "_".join(["reward_of", folder.name, *signals])
+    text = INTERRUPTED.format(signals=signals, waits=waits, gate=str(folder / "gate"))
+    (folder / f"{name}.py").write_text(text)
+    return {"reward": f"{folder}/{name}.py:early", "total_iterations": 3, "save_every": 1, "run_name": "run"}
+
+
+def checkpoints_of(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+@each_script()
+@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
+def test_one_signal_finishes_the_iteration_and_saves(toy_run, tmp_path, capsys, first):
+    run_dir, metrics = toy_run(**interrupted(tmp_path, [first]))
+    assert [m["step"] for m in metrics] == [0, 1, 2] and checkpoints_of(run_dir) == ["step_000001", "step_000002"]
+    assert "stopped after iteration 2; --resume auto --run-name run goes on" in capsys.readouterr().out
+    assert not (run_dir / "final").exists()
+
+
+@each_script()
+@pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
+def test_a_second_ctrl_c_gets_through(toy_run, tmp_path, second):
+    """At once, with what was complete before, and nothing else. A launcher passes it on as SIGTERM."""
+    with pytest.raises(KeyboardInterrupt):
+        toy_run(**interrupted(tmp_path, ["SIGINT", second]))
+    run_dir = tmp_path / "runs" / "run"
+    assert [m["step"] for m in read_metrics(run_dir)] == [0, 1] and checkpoints_of(run_dir) == ["step_000001"]
+
+
+def test_a_process_is_interrupted_from_outside(script, toy_flags, tmp_path):
+    """While the reward takes its time: as from a terminal, where one signal leaves it waiting."""
+    flags = toy_flags | interrupted(tmp_path, [], waits=1) | {"output_dir": tmp_path}
+    sent = []
+
+    def meanwhile(processes):
+        if (tmp_path / "gate").exists() and len(sent) < 2:
+            time.sleep(0.3 * len(sent))  # two that come together would be one
+            os.kill(processes[0].pid, signal.SIGINT)
+            sent.append(time.monotonic())
+
+    code, console = forked(script, flags, 1, meanwhile=meanwhile, timeout=60)
+    assert code == 1 and console.rstrip().endswith("KeyboardInterrupt") and time.monotonic() - sent[1] < 5, console
+    assert checkpoints_of(tmp_path / "run") == ["step_000001"]
 
 
 # ----------------------------------------------------------------------------------------------- under the launcher

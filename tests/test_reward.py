@@ -82,6 +82,16 @@ def test_a_relative_path_is_taken_from_the_working_folder(algo, tmp_path, monkey
         assert algo.load_reward(f"{place}.py:early")(["p"], ["r"], [None]) == [1]
 
 
+def test_a_reward_file_in_a_linked_folder_or_linked_itself(algo, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "reward_that_is_linked.py").write_text("def early(p, r, a): return [1]\n")
+    (tmp_path / "here").symlink_to(tmp_path / "there")
+    assert algo.load_reward(f"{tmp_path}/here/reward_that_is_linked.py:early")(["p"], ["r"], [None]) == [1]
+    (tmp_path / "reward_link.py").symlink_to(tmp_path / "there" / "reward_that_is_linked.py")
+    assert algo.load_reward(f"{tmp_path}/reward_link.py:early")(["p"], ["r"], [None]) == [1]
+
+
 def test_a_reward_by_name_and_one_by_its_file(algo, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert algo.load_reward("gsm8k") is algo.gsm8k
@@ -205,6 +215,25 @@ def test_an_exception_of_the_users_code_is_shown_as_it_is(toy_run, tmp_path):
         toy_run(reward=f"{path}:f", total_iterations=1)
     assert {(str(entry.path), entry.lineno + 1) for entry in error.traceback if entry.path == path} == {(str(path), 3)}
     assert error.value.__cause__ is None and not error.value.__suppress_context__
+
+
+@pytest.mark.parametrize("stem", ["math", "datasets", "random", "time", "sys", "torch"])
+def test_a_reward_file_named_like_a_module(load, capsys, stem):
+    """Python would import that one: a library's function of this name might even be there."""
+    known = sys.modules[stem]
+    with pytest.raises(SystemExit) as end:
+        load(stem, "def f(prompts, responses, answers): return [1.0] * len(prompts)\n")
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert end.value.code == 1 and line.startswith("error: --reward ") and line.endswith("rename the file")
+    assert f"Python has another module {stem}, " in line and sys.modules[stem] is known
+
+
+@pytest.mark.parametrize("stem", ["my.reward", "reward.v2.final"])
+def test_a_reward_file_with_a_dot_in_its_name(load, capsys, stem):
+    with pytest.raises(SystemExit) as end:
+        load(stem, "def f(prompts, responses, answers): return [1.0] * len(prompts)\n")
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert end.value.code == 1 and line.startswith("error: --reward ") and "no other dot in the file's name" in line
 
 
 @pytest.mark.parametrize(

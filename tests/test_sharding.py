@@ -189,7 +189,7 @@ def test_a_checkpoint_is_read_bit_by_bit(run_of_two, tmp_path, world):
     best_score = max(m["eval/score"] for m in read_metrics(run_dir) if "eval/score" in m)
     for weights, moments, state in found:
         assert weights.keys() == final.keys() and all(torch.equal(x, final[name]) for name, x in weights.items())
-        assert state == {"iteration": 4, "best_score": best_score}
+        assert state == {"iteration": 4, "prompts": 16, "best_score": best_score}
         assert all(set(x) == {"step", "exp_avg", "exp_avg_sq"} and x["step"] == 4 for x in moments)
         assert all(torch.equal(a, b) for x, y in zip(moments, found[0][1]) for a, b in zip(x.values(), y.values()))
         assert max(x["exp_avg"].abs().max() for x in moments) > 0
