@@ -84,25 +84,29 @@ def same(one, other, tolerance):
     return both_nan or math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance / 100)
 
 
+def differing(one, other, tolerance):
+    """Of two rows: [(name, value in one, value in the other)] of what is not the same."""
+    found = []
+    for name in one | other:
+        values = [repr(row[name]) if name in row else "not there" for row in (one, other)]
+        if name.startswith(ASIDE) or (name in one and name in other and same(one[name], other[name], tolerance)):
+            continue
+        found.append((name, *values))
+    return found
+
+
 def first_difference(one, other, tolerance=1e-4):
-    """Of two run folders: (file, line, what of it, value in one, value in the other), or None."""
+    """Of two run folders: (file, line, differing values, see above) of the first row that is not the same, or None."""
     ours, theirs = read_run(one), read_run(other)
     for key in sorted(ours.keys() | theirs.keys()):
         iteration, _, file = key
         where = f"{file} (iteration {iteration})"
         rows, other_rows = ours.get(key, []), theirs.get(key, [])
         for (number, a), (_, b) in zip(rows, other_rows):
-            for name in sorted(a.keys() | b.keys()):
-                if name.startswith(ASIDE):
-                    continue
-                if name not in a or name not in b:
-                    values = [repr(row[name]) if name in row else "not there" for row in (a, b)]
-                    return where, number, name, *values
-                if not same(a[name], b[name], tolerance):
-                    return where, number, name, repr(a[name]), repr(b[name])
+            if found := differing(a, b, tolerance):
+                return where, number, found
         if len(rows) != len(other_rows):
-            shorter = min(len(rows), len(other_rows))
-            return where, shorter + 1, "number of rows", len(rows), len(other_rows)
+            return where, min(len(rows), len(other_rows)) + 1, [("number of rows", len(rows), len(other_rows))]
     return None
 
 
@@ -117,10 +121,12 @@ def compare_runs(one, other, tolerance):
         if not texts:
             print("completions are written at evaluations: --eval-every 1 --eval-rows 4")
         return 0
-    where, line, name, *values = found
+    where, line, ((name, *values), *more) = found
     print(f"{where}, row {line}, {name}:")
     for run, value in zip((one, other), values):
         print(f"    {value}  in {run}")
+    if more:
+        print(f"    of this row differ, too: {', '.join(name for name, *_ in more)}")
     return 1
 
 

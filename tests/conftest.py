@@ -35,7 +35,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "benchmarks" / "tiny"
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 # The test files that take a copy of a script (--script), and of which.
-TAKES = dict.fromkeys(["architectures", "data", "faults", "forward", "launch", "loop", "math", "resume"], SCRIPTS)
+TAKES = dict.fromkeys(
+    ["architectures", "data", "devices", "faults", "forward", "launch", "loop", "math", "resume"], SCRIPTS
+)
 TAKES |= {"reward": SCRIPTS, "ranks": SCRIPTS[:2], "groups": ("grpo_llm",), "sharding": ("ppo_llm_fsdp",)}
 PLACE = "SCRIPTS_UNDER_TEST"  # in the environment, which processes that tests start see, too: a folder
 CHARS = list("abcdefghijklmnopqrstuvwxyz0123456789 #.,?\n-$")
@@ -58,15 +60,14 @@ def pytest_configure(config):
         raise pytest.UsageError(f"--script {copy} is no changed copy of {', '.join(variants.SCRIPTS)}")
     named = {Path(word.partition("::")[0]).stem.removeprefix("test_") for word in config.args if ".py" in word}
     willing = [name for name, scripts in TAKES.items() if Path(original).stem in scripts]
-    if wrong := sorted(named.difference(willing)):
-        said = ", ".join(
-            f"tests/test_{name}.py takes copies of {' and '.join(TAKES.get(name, ['none']))}" for name in wrong
-        )
+    for name in sorted(named.difference(willing)):
+        taken = [f"copies of {script}.py" for script in TAKES.get(name, ())] or ["no copy"]
         those = " ".join(f"tests/test_{name}.py" for name in willing)
-        raise pytest.UsageError(f"--script {copy} is a copy of {original}, but {said}; that do: {those}")
+        said = f"tests/test_{name}.py takes {' and '.join(taken)}; these take it: {those}"
+        raise pytest.UsageError(f"--script {copy} is a copy of {original}, but {said}")
     folder = Path(tempfile.mkdtemp())
     config.add_cleanup(lambda: shutil.rmtree(folder))
-    config.add_cleanup(lambda: os.environ.pop(PLACE))
+    config.add_cleanup(lambda: os.environ.pop(PLACE, None))
     for path in ROOT.iterdir():
         if path.name != original:
             (folder / path.name).symlink_to(path)
