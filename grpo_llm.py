@@ -953,7 +953,7 @@ def load_reward(spec):
         fail(f"--reward {spec}: it should be gsm8k or path/to/file.py:function, with no other dot in the file's name")
     sys.path.insert(0, os.path.dirname(path))  # imported, so that its neighbours and process pools work
     module = importlib.import_module(stem)
-    if Path(module.__spec__.origin).resolve() != Path(path).resolve():
+    if Path(str(module.__spec__.origin)).resolve() != Path(path).resolve():
         fail(f"--reward {spec}: Python has another module {stem}, {module.__spec__.origin}: rename the file")
     return getattr(module, name)
 

@@ -78,7 +78,7 @@ NOT_SAMPLED = math.inf
 SHOWN = "reward/mean", "kl/mean", "response/length_mean", "rollout/logprob_diff", "time/iteration"  # on the console
 LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 # The least values of numbers, of all others 0. Below it a run would crash, or train what nobody asked for.
-SIZES = "batch_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
+SIZES = "batch_size group_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
 LEAST = {"temperature": 0.01, "entropy_coef": -math.inf} | dict.fromkeys(SIZES.split(), 1)
 
 
@@ -988,7 +988,7 @@ def load_reward(spec):
         fail(f"--reward {spec}: it should be gsm8k or path/to/file.py:function, with no other dot in the file's name")
     sys.path.insert(0, os.path.dirname(path))  # imported, so that its neighbours and process pools work
     module = importlib.import_module(stem)
-    if Path(module.__spec__.origin).resolve() != Path(path).resolve():
+    if Path(str(module.__spec__.origin)).resolve() != Path(path).resolve():
         fail(f"--reward {spec}: Python has another module {stem}, {module.__spec__.origin}: rename the file")
     return getattr(module, name)
 

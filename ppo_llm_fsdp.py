@@ -87,7 +87,7 @@ NOT_SAMPLED = math.inf
 SHOWN = "reward/mean", "kl/mean", "response/length_mean", "rollout/logprob_diff", "time/iteration"  # on the console
 LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 # The least values of numbers, of all others 0. Below it a run would crash, or train what nobody asked for.
-SIZES = "batch_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
+SIZES = "batch_size group_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
 LEAST = {"temperature": 0.01, "entropy_coef": -math.inf} | dict.fromkeys(SIZES.split(), 1)
 
 
@@ -208,13 +208,6 @@ def main(args: Args):
     rank = accelerator.process_index
     world_size = accelerator.num_processes
     device = accelerator.device
-    shard_size = args.shard_group_size or world_size
-    if world_size % shard_size != 0:
-        fail(f"--shard-group-size {shard_size} must divide the {world_size} processes")
-    mesh_shape = world_size // shard_size, shard_size
-    mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("replicate", "shard"))
-    if shard_size == world_size:
-        mesh = mesh["shard"]
     if "ACCELERATE_USE_FSDP" in os.environ or "ACCELERATE_USE_DEEPSPEED" in os.environ:
         fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: launch without")
     for name, value in asdict(args).items():
@@ -224,6 +217,14 @@ def main(args: Args):
         fail(f"--batch-size must be a multiple of --minibatch-size, and that of the {world_size} processes")
     run_dir, checkpoint_dir = find_run(args)
     set_seed(args.seed)  # for LoRA's matrices; everything else that is drawn has a stream of its own
+
+    shard_size = args.shard_group_size or world_size
+    if world_size % shard_size != 0:
+        fail(f"--shard-group-size {shard_size} must divide the {world_size} processes")
+    mesh_shape = world_size // shard_size, shard_size
+    mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("replicate", "shard"))
+    if shard_size == world_size:
+        mesh = mesh["shard"]
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if args.chat_template not in (None, "none"):
@@ -1088,7 +1089,7 @@ def load_reward(spec):
         fail(f"--reward {spec}: it should be gsm8k or path/to/file.py:function, with no other dot in the file's name")
     sys.path.insert(0, os.path.dirname(path))  # imported, so that its neighbours and process pools work
     module = importlib.import_module(stem)
-    if Path(module.__spec__.origin).resolve() != Path(path).resolve():
+    if Path(str(module.__spec__.origin)).resolve() != Path(path).resolve():
         fail(f"--reward {spec}: Python has another module {stem}, {module.__spec__.origin}: rename the file")
     return getattr(module, name)
 

@@ -476,13 +476,15 @@ def eos_of(ids, text="<|endoftext|>"):
 
 
 def another(kind, auto_class, folder="model", **sizes):
-    """A random model of another kind in the model's place, with the same tokenizer; or in another folder."""
+    """A random model of another kind, with the same tokenizer: in the model's place, or a critic."""
 
     def prepare(c, script):
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
         config = transformers.AutoConfig.for_model(kind, **{"vocab_size": 512} | sizes)
+        if folder == "critic":
+            shutil.copytree(c / "model", c / folder)
         getattr(transformers, auto_class).from_config(config).save_pretrained(c / folder)
         return ["--critic-model", f"{c}/{folder}"] if folder == "critic" else []
 
@@ -726,7 +728,7 @@ INPUTS = {
             ),
             template_of(TEMPLATE),
         ),
-        "(?i)content",
+        "KeyError: 'content'",
     ),
     "messages without content": Case(
         rows_of({"prompt": [{"role": "user"}], "answer": "1"}, flags="--prompt-column prompt"), "KeyError: 'content'"
@@ -784,8 +786,10 @@ INPUTS = {
     "a question that is null": Case(
         rows_of(QUESTION, {"question": None, "answer": "5"}), "TypeError: 'NoneType' object is not iterable"
     ),
-    "empty questions": Case(rows_of({"question": "", "answer": "5"}, flags="--prompt-suffix ''"), "no prompt of 1 to"),
-    "all questions too long": Case(rows_of(LONG), "no prompt of 1 to 512 tokens"),
+    "empty questions": Case(
+        rows_of({"question": "", "answer": "5"}, flags="--prompt-suffix ''"), "no .*whole prompt of 1 to 512 tokens"
+    ),
+    "all questions too long": Case(rows_of(LONG), "whole prompt of 1 to 512 tokens"),
     "some questions too long": Case(
         rows_of(LONG, QUESTION, QUESTION), None, prompts_are(lambda prompt: prompt == QUESTION["question"])
     ),
@@ -815,7 +819,7 @@ INPUTS = {
     "test data of a split for training and another": Case(
         splits_of("--eval-dataset", "dev", "train"), None, evaluates("dev?")
     ),
-    "test data without a split": Case(splits_of("--eval-dataset"), "(?i)saved.* no split"),
+    "test data without a split": Case(splits_of("--eval-dataset"), "KeyError: 'test'"),
     "more --eval-rows than rows": Case(eval_of(QUESTION, flags="--eval-rows 1000"), None, evaluates("What is 1+1?")),
     # models
     "no such model": Case(flags_of("--model {c}/modle"), "OSError.*modle"),
@@ -827,7 +831,7 @@ INPUTS = {
     ),
     "a model without tokenizer": Case(
         model_of(lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")]),
-        "the tokenizer makes no prompt",
+        "tokenizer.* makes? no",
     ),
     "a model without weights": Case(
         model_of(lambda f: (f / "model.safetensors").unlink()), r"no file named model\.safe"
@@ -897,7 +901,7 @@ INPUTS = {
         says("forward_all(critic"),
         only=PPO,
     ),
-    "a critic of another tokenizer": Case(other_tokenizer, "(?i)critic.*tokenizer", only=PPO),
+    "a critic of another tokenizer": Case(other_tokenizer, "critic has another tokenizer than --model", only=PPO),
     "a critic from a model with a tied head": Case(
         another("gpt2", "AutoModelForCausalLM", "critic", n_embd=32, n_layer=1, n_head=2), only=PPO
     ),
@@ -906,7 +910,7 @@ INPUTS = {
     "an empty template": Case(
         together(rows_of(QUESTION), template_of("")), None, prompts_are(lambda prompt: prompt == "What is 1+1?")
     ),
-    "a template that is JSON": Case(template_of('{"role": "user", "content": "..."}'), "(?i)template"),
+    "a template that is JSON": Case(template_of('{"role": "user", "content": "..."}'), "template.* makes? no"),
     "a template with an open loop": Case(template_of("{% for m in messages %}"), "TemplateSyntaxError.*'for'"),
     "a template that reads what is not there": Case(
         template_of("{{ messages[0].parts.text }}"), "UndefinedError.*'parts'"
@@ -1014,7 +1018,7 @@ INPUTS = {
     "--seed -1": size("seed", "-1", "0"),
     "a seed of 20 digits": Case(flags_of("--seed 12345678901234567890"), r"Seed must be between 0 and 2\*\*32"),
     "a learning rate that is infinite": Case(
-        flags_of("--lr inf"), "(?i)lr is inf|gradient norm|differ by nan", steps=1
+        flags_of("--lr inf --total-iterations 1"), "--lr is inf|not finite|to inf"
     ),
     "--max-grad-norm 0": Case(flags_of("--max-grad-norm 0")),
     "--total-iterations 0": Case(

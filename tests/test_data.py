@@ -183,7 +183,8 @@ def test_a_file_has_no_test_data_beside_it(algo, tmp_path, name):
         (("validation", "test"), "test 0?"),
         (("test", "validation"), "test 0?"),
         (("train", "validation"), "validation 0?"),
-        (("dev", "validation"), "validation 0?"),
+        (("validation", "train"), "validation 0?"),
+        (("dev", "validation"), "dev 0?"),
     ],
 )
 def test_named_test_data_are_read_whatever_their_split_is_called(algo, tmp_path, splits, found):
@@ -318,6 +319,15 @@ def test_a_run_on_verls_parquet_with_a_template_file(toy_run, tmp_path):
     assert sorted(row["prompt"] for row in completions) == [f"u#say {i}\na#" for i in range(3)]
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "final")
     assert tokenizer.apply_chat_template(chat("hi"), tokenize=False, add_generation_prompt=True) == "u#hi\na#"
+
+
+def test_a_prompt_that_lacks_its_question_is_left_out(algo, tmp_path):
+    """Of a template that writes the system's turns alone, or one for messages with other keys."""
+    table = [{"prompt": chat("1+1?"), "answer": "2"}, {"prompt": [{"role": "system", "content": "x"}], "answer": "2"}]
+    path = write_rows(tmp_path / "train.jsonl", table)
+    template = "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}a#"
+    rows, summary = load(algo, path, tokenizer_with_bos(template), prompt_column="prompt")
+    assert [row["prompt"] for row in rows] == ["xa#"] and summary == f"{path} (chat): 1 rows, 1 left out"
 
 
 # --- lengths and order -----------------------------------------------------------------------------------------------
@@ -533,13 +543,20 @@ def test_an_answer_of_test_data_that_is_no_number(refused, tmp_path):
     assert line == f"error: {test}, row 2: --reward gsm8k needs one number as reference answer, this is '12:30'"
 
 
+EMPTY = ("jsonl", ""), ("jsonl", "\n\n\n\n\n"), ("json", ""), ("json", "[]\n"), ("parquet", "")
+EMPTY += ("csv", ""), ("csv", "question,answer\n")
+
+
 @pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
-@pytest.mark.parametrize(
-    "name, content", [("a.jsonl", ""), ("a.json", ""), ("a.json", "[]\n"), ("a.csv", ""), ("a.parquet", "")]
-)
-def test_an_empty_file(refused, tmp_path, flag, name, content):
-    (tmp_path / name).write_text(content)
-    assert refused(**{flag: f"{tmp_path}/{name}"}) == f"error: {tmp_path}/{name} is empty"
+@pytest.mark.parametrize("ending, content", EMPTY)
+def test_an_empty_file_is_named(algo, toy_run, tmp_path, monkeypatch, ending, content, flag):
+    """Beside what the library says, which may be nothing at all."""
+    monkeypatch.setattr(algo, "load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    path = tmp_path / f"nothing.{ending}"
+    path.write_text(content)
+    with pytest.raises(Exception) as error:
+        toy_run(**{flag: str(path)})
+    assert error.value.__notes__ == [f"{path} cannot be read, or is empty"] and not (tmp_path / "runs").exists()
 
 
 def test_gsm8k_without_answers(refused, tmp_path):
@@ -574,7 +591,7 @@ def test_named_test_data_that_are_not_there(algo, toy_run, tmp_path, monkeypatch
 
 
 def test_no_prompt_within_the_limit(refused, toy_data):
-    sentence = "the tokenizer makes no prompt of 1 to 5 tokens (--max-prompt-length)"
+    sentence = "no row makes a whole prompt of 1 to 5 tokens (--max-prompt-length)"
     assert refused(max_prompt_length=5) == f"error: {toy_data}: {sentence}"
 
 

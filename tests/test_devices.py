@@ -112,6 +112,7 @@ def timeout_of_the_group(script, model):
     try:
         algo.main(algo.Args(model=model, track="none"))
     except Enough:
+        dist.barrier()  # one that ends early would break off what the others still set up
         backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         return dist.get_world_size(), getattr(getattr(backend, "options", None), "_timeout", None)
 

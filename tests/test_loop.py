@@ -713,6 +713,15 @@ def test_an_adapter_is_no_model(algo, toy_run, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [run_dir.name]
 
 
+@each_script("ppo_llm", "ppo_llm_fsdp")
+def test_a_critic_that_reads_other_tokens(toy_run, tmp_path, capsys):
+    other = make_model(tmp_path / "other")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["one more"])
+    tokenizer.save_pretrained(other)
+    refused(capsys, lambda: toy_run(critic_model=other), f"--critic-model {other} has another tokenizer than --model")
+
+
 UNSAVED = {  # what an optimizer trains that no checkpoint would hold, or leaves out that it should train
     "a head in the wrapper": (
         "self.inverse_temperature = ",

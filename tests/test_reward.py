@@ -137,6 +137,14 @@ def test_a_column_named_like_an_argument_does_not_replace_it(algo, name):
     assert algo.compute_scores(f, make_tokenizer(), [row], [response]) == (["r"], [1.0])
 
 
+def test_a_reward_may_change_the_texts_it_is_given(algo):
+    def emptying(prompts, responses, answers):
+        scores = [float(len(responses.pop())) for _ in prompts]
+        return scores[::-1]
+
+    assert score(algo, emptying, ["a", "bcd"]) == [1.0, 3.0]  # `score` sees that the texts are what they were
+
+
 def test_a_rank_without_rows_asks_for_no_scores(algo, tmp_path):
     """The second of two processes in an evaluation of one row: it has no part in the means, and writes nothing."""
     reward = lambda *args: pytest.fail("it was called")  # noqa: E731
