@@ -173,33 +173,41 @@ def names():
 
 
 def stacked():
-    """{(file, change): (text, number of conflicts)}: the change of every variant in the file of every other.
+    """{(file, change): (text, number of conflicts)}: the change of one variant in the file of another, all pairs.
 
-    Beside variants the files are ppo_llm.py and grpo_llm.py, for the changes of the other one.
+    Of one script once, the other order gives the same. Of two scripts where the change merges with the other script
+    alone, as (script, change) says.
     """
     scripts = {name: read_patch(name)[1] for name in names()}
-    texts = {name: patched(name) for name in scripts}
-    texts |= {script: (ROOT / script).read_text() for script in {*SCRIPTS[:2], *scripts.values()}}
-    pairs = [(file, change) for file in texts for change in scripts if file not in (change, scripts[change])]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        merges = [
-            pool.submit(merged, texts[file], texts[scripts[change]], texts[change], (file, scripts[change], change))
-            for file, change in pairs
-        ]
-        return {pair: merge.result() for pair, merge in zip(pairs, merges)}
+    texts = {name: patched(name) for name in scripts} | {script: (ROOT / script).read_text() for script in SCRIPTS}
+    found = {}
+
+    def merge(pairs):
+        def both(pair):
+            file, change = pair
+            return merged(texts[file], texts[scripts[change]], texts[change], (file, scripts[change], change))
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            found.update(zip(pairs, pool.map(both, pairs)))
+
+    merge([(file, name) for name, script in scripts.items() for file in SCRIPTS[:2] if file != script])
+    merge([(file, name) for file in scripts for name in scripts if file < name and scripts[file] == scripts[name]])
+    alone = [pair for pair, (_, conflicts) in found.items() if pair[0] in SCRIPTS and conflicts == 0]
+    merge([(file, name) for script, name in alone for file in scripts if scripts[file] == script])
+    return found
 
 
-def table_of_pairs():
-    """Markdown: which changes stack; those of two scripts only where the change merges with the other script alone."""
-    found = stacked()
+def table_of_pairs(found):
+    """Markdown: which of the changes that `stacked` has found stack."""
+    stuck = {pair for pair, (_, conflicts) in found.items() if conflicts}
     lines = ["| change | of | in the other script | not with |", "|---|---|---|---|"]
-    for change in names():
-        script = read_patch(change)[1]
+    for name in names():
+        script = read_patch(name)[1]
         (other,) = (file for file in SCRIPTS[:2] if file != script)
-        merges = found[other, change][1] == 0
-        files = [file for file in names() if file != change and (merges or read_patch(file)[1] == script)]
-        stuck = ", ".join(f"`{file}`" for file in files if found[file, change][1])
-        lines.append(f"| `{change}` | `{script}` | {'merges' if merges else 'conflict'} | {stuck} |")
+        with_others = [file for file in names() if (file, name) in stuck]
+        with_others += [file for file in names() if (name, file) in stuck and read_patch(file)[1] == script]
+        merges = "conflict" if (other, name) in stuck else "merges"
+        lines.append(f"| `{name}` | `{script}` | {merges} | {', '.join(f'`{file}`' for file in sorted(with_others))} |")
     return "\n".join(lines)
 
 
@@ -232,7 +240,7 @@ def main():
     elif args.command == "rebase":
         rebase()
     elif args.command == "pairs":
-        print(table_of_pairs())
+        print(table_of_pairs(stacked()))
     elif args.name is None or (args.command == "make" and args.file is None):
         parser.error(f"{args.command} needs a name{' and a file' if args.command == 'make' else ''}")
     elif args.command == "make":

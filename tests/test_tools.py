@@ -160,7 +160,10 @@ def test_a_copy_stands_in_for_its_script(copy):
 def test_ranks_see_the_copy(copy):
     """Processes that a test starts, and workers of pytest-xdist, have no option of pytest's."""
     broken = copy("grpo_llm", "    for iteration in progress:\n", '    fail("this is the copy")\n    for _ in ():\n')
-    for words in (["tests/test_ranks.py", "-k", "test_grpo_by_two"], ["tests/test_loop.py", "-k", "test_the_same_seed"]):
+    for words in (
+        ["tests/test_ranks.py", "-k", "test_grpo_by_two"],
+        ["tests/test_loop.py", "-k", "test_the_same_seed"],
+    ):
         code, console = pytest_with(broken, *words, "-n", "2")
         assert code == 1 and "error: this is the copy" in console and "passed" not in console, console
 
