@@ -2,15 +2,28 @@
 
     python benchmarks/compare.py ppo grpo dr_grpo rloo reinforce_pp grpo-lora ppo-fsdp grpo-fsdp \\
         > benchmarks/results/comparison.md
+
+Or whether two runs are the same, on one process and on two, before and after a change:
+
+    python benchmarks/compare.py --exact runs/one runs/two
+
+Iteration by iteration: metrics to rounding (--tolerance; times, memory and throughput aside, and rollout/logprob_diff,
+which is rounding itself), completions to the letter. The first difference is printed, and the exit code is 1.
 """
 
 import argparse
+import json
+import math
 import statistics
+import sys
+from contextlib import suppress
 from pathlib import Path
 
-import plot
+with suppress(ImportError):  # of matplotlib, without which two runs can still be compared
+    import plot
 
 RESULTS = Path(__file__).resolve().parent / "results"
+ASIDE = "time/", "memory/", "throughput/", "rollout/logprob_diff"
 
 
 def last(metric):
@@ -41,10 +54,92 @@ def make_table(results, names, at=(10,)):
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+# ------------------------------------------------------------------------------------------------------- two runs
+
+
+def read_lines(path):
+    return [(number, json.loads(line)) for number, line in enumerate(path.read_text().splitlines(), 1)]
+
+
+def read_run(folder):
+    """{(iteration, place in it, file): [(line, row), ...]}: sorted, the keys are in the order of the run."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        sys.exit(f"{folder} is no run folder: it has no metrics.jsonl")
+    rows = {}
+    for number, row in read_lines(metrics):
+        rows.setdefault((row["step"], 1, metrics.name), []).append((number, row))
+    for path in (folder / "completions").glob("*_*.jsonl"):
+        kind, _, number = path.stem.rpartition("_")
+        place = {"step": 0, "eval": 2}.get(kind, 3)  # trained on before the update, evaluated after it
+        rows[int(number), place, f"completions/{path.name}"] = read_lines(path)
+    return rows
+
+
+def same(one, other, tolerance):
+    """Numbers to rounding: relatively, those near 0 to a hundredth of the tolerance. All else as it is."""
+    if not (isinstance(one, int | float) and isinstance(other, int | float)):
+        return one == other
+    both_nan = math.isnan(one) and math.isnan(other)
+    return both_nan or math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance / 100)
+
+
+def differing(one, other, tolerance):
+    """Of two rows: [(name, value in one, value in the other)] of what is not the same."""
+    found = []
+    for name in one | other:
+        values = [repr(row[name]) if name in row else "not there" for row in (one, other)]
+        if name.startswith(ASIDE) or (name in one and name in other and same(one[name], other[name], tolerance)):
+            continue
+        found.append((name, *values))
+    return found
+
+
+def first_difference(one, other, tolerance=1e-4):
+    """Of two run folders: (file, line, differing values, see above) of the first row that is not the same, or None."""
+    ours, theirs = read_run(one), read_run(other)
+    for key in sorted(ours.keys() | theirs.keys()):
+        iteration, _, file = key
+        where = f"{file} (iteration {iteration})"
+        rows, other_rows = ours.get(key, []), theirs.get(key, [])
+        for (number, a), (_, b) in zip(rows, other_rows):
+            if found := differing(a, b, tolerance):
+                return where, number, found
+        if len(rows) != len(other_rows):
+            return where, min(len(rows), len(other_rows)) + 1, [("number of rows", len(rows), len(other_rows))]
+    return None
+
+
+def compare_runs(one, other, tolerance):
+    """Prints the first difference of two run folders, or what was compared: the exit code."""
+    found = first_difference(one, other, tolerance)
+    if found is None:
+        files = read_run(one)
+        texts = [rows for (_, _, file), rows in files.items() if file != "metrics.jsonl"]
+        lines = sum(len(rows) for (_, _, file), rows in files.items() if file == "metrics.jsonl")
+        print(f"the same: {lines} lines of metrics, {sum(map(len, texts))} rows of completions in {len(texts)} files")
+        if not texts:
+            print("completions are written at evaluations: --eval-every 1 --eval-rows 4")
+        return 0
+    where, line, ((name, *values), *more) = found
+    print(f"{where}, row {line}, {name}:")
+    for run, value in zip((one, other), values):
+        print(f"    {value}  in {run}")
+    if more:
+        print(f"    of this row differ, too: {', '.join(name for name, *_ in more)}")
+    return 1
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", help="folders under benchmarks/results/")
+    parser.add_argument("names", nargs="*", help="folders under benchmarks/results/")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--at", type=int, nargs="+", default=[10], help="iterations whose evaluation is shown, too")
+    parser.add_argument("--exact", type=Path, nargs=2, metavar="RUN", help="two run folders: are they the same?")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of --exact, relative")
     args = parser.parse_args()
+    if bool(args.names) == bool(args.exact):
+        parser.error("name results for a table, or two runs after --exact")
+    if args.exact:
+        sys.exit(compare_runs(*args.exact, args.tolerance))
     print(make_table(args.results, args.names, args.at))

@@ -1,17 +1,21 @@
 """Shared pieces: the script as a module, tiny random models and data in temporary folders, launches of two processes.
 
-`pytest tests/test_math.py --script my_ppo.py` runs the tests on a copy of the script.
+`pytest tests/test_math.py --script my_ppo.py` runs the tests on a copy: it stands in for the script that it is nearest
+to, and only the tests of that script run.
 """
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # oversubscribed threads spin and run ten times slower
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "notes"))
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests with and without GPUs
 
 import time
@@ -20,6 +24,7 @@ from unittest import mock
 
 import pytest
 import torch
+import variants
 from accelerate.state import AcceleratorState
 from datasets import Dataset, DatasetDict
 from ranks import load_script, run_script
@@ -29,27 +34,108 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "benchmarks" / "tiny"
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
+# The test files that take a copy of a script (--script), and of which.
+TAKES = dict.fromkeys(
+    ["architectures", "data", "devices", "faults", "forward", "launch", "loop", "math", "resume"], SCRIPTS
+)
+TAKES |= {"reward": SCRIPTS, "ranks": SCRIPTS[:2], "groups": ("grpo_llm",), "sharding": ("ppo_llm_fsdp",)}
+PLACE = "SCRIPTS_UNDER_TEST"  # in the environment, which processes that tests start see, too: a folder
 CHARS = list("abcdefghijklmnopqrstuvwxyz0123456789 #.,?\n-$")
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--script", default=str(ROOT / "ppo_llm.py"), help="the script to test: a copy of ppo_llm.py")
+    parser.addoption("--script", help="a changed copy of a script: its tests, with the copy in its place")
+
+
+def pytest_configure(config):
+    """The copy, by its script's name and beside all that is beside it, in a folder of its own."""
+    copy = config.getoption("--script")
+    if copy is None or PLACE in os.environ:  # a worker of pytest-xdist has its folder from the main process
+        return
+    if not Path(copy).is_file():
+        raise pytest.UsageError(f"--script {copy}: there is no such file")
+    original = variants.nearest(Path(copy).read_text())
+    if original is None:
+        raise pytest.UsageError(f"--script {copy} is no changed copy of {', '.join(variants.SCRIPTS)}")
+    named = {Path(word.partition("::")[0]).stem.removeprefix("test_") for word in config.args if ".py" in word}
+    willing = [name for name, scripts in TAKES.items() if Path(original).stem in scripts]
+    for name in sorted(named.difference(willing)):
+        taken = [f"copies of {script}.py" for script in TAKES.get(name, ())] or ["no copy"]
+        those = " ".join(f"tests/test_{name}.py" for name in willing)
+        said = f"tests/test_{name}.py takes {' and '.join(taken)}; these take it: {those}"
+        raise pytest.UsageError(f"--script {copy} is a copy of {original}, but {said}")
+    folder = Path(tempfile.mkdtemp())
+    config.add_cleanup(lambda: shutil.rmtree(folder))
+    config.add_cleanup(lambda: os.environ.pop(PLACE, None))
+    for path in ROOT.iterdir():
+        if path.name != original:
+            (folder / path.name).symlink_to(path)
+    shutil.copy(copy, folder / original)
+    os.environ[PLACE] = str(folder)
+
+
+def path_of(name):
+    """Where a script is by its name; with --script the copy stands in for its own."""
+    return Path(os.environ.get(PLACE, ROOT)) / f"{name}.py"
+
+
+def compose(folder):
+    """Merges grpo_llm_fsdp.py out of the three scripts, in the folder: its path."""
+    path = folder / "grpo_llm_fsdp.py"
+    if not path.exists():
+        texts = [path_of(name).read_text() for name in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")]
+        text, conflicts = variants.merged(*texts)
+        assert conflicts == 0, "the three scripts do not merge"
+        path.write_text(text)
+    return path
+
+
+def the_copy():
+    """The name of the script that --script gave a copy of, if any."""
+    return next((name for name in SCRIPTS if PLACE in os.environ and not path_of(name).is_symlink()), None)
+
+
+def copies(*names):
+    """Mark: of these scripts the test takes a copy (--script), where that is not clear from its fixtures."""
+    return pytest.mark.copies(*names)
+
+
+def scripts_of(item):
+    """Names of the scripts of which the test takes a copy."""
+    if item.path.stem.removeprefix("test_") not in TAKES:
+        return ()
+    if hasattr(item, "callspec") and "script" in item.callspec.params:
+        return (item.callspec.params["script"],)
+    if mark := item.get_closest_marker("copies"):
+        return mark.args
+    own = getattr(item.module, "SCRIPT", None)
+    return (own,) if own else SCRIPTS if "script" in item.fixturenames else ()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """`once`: what the scripts share to the byte is tried with the first of them, with the others in the slow tests."""
+def pytest_collection_modifyitems(config, items):
+    """`once`: what the scripts share to the byte is tried with the first of them, with the others in the slow tests.
+    With --script the tests of a copy remain."""
+    if copy := the_copy():
+        config.hook.pytest_deselected(items=[item for item in items if copy not in scripts_of(item)])
+        items[:] = [item for item in items if copy in scripts_of(item)]
+        return
     for item in items:
         if item.get_closest_marker("once") and item.callspec.params["script"] != SCRIPTS[0]:
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    if copy := the_copy():
+        terminalreporter.write_line(f"{config.getoption('--script')} in place of {copy}.py, and its tests only")
+
+
 @pytest.fixture(scope="module")
 def script(request):
-    """Path of the script under test: --script, or the one that `each_script` on a test names."""
-    name = getattr(request, "param", None)
-    return ROOT / f"{name}.py" if name else Path(request.config.getoption("--script")).resolve()
+    """Path of the script under test: the one that `each_script` on a test names, or SCRIPT in its file, or the copy."""
+    name = getattr(request, "param", None) or getattr(request.module, "SCRIPT", None)
+    return path_of(name or the_copy() or SCRIPTS[0])
 
 
 def each_script(*names):

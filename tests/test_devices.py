@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import InitProcessGroupKwargs
-from conftest import ROOT, each_script
+from conftest import each_script, path_of
 from ranks import load_script, run_ranks
 
 REPLICATED = "ppo_llm", "grpo_llm"
@@ -119,7 +119,7 @@ def timeout_of_the_group(script, model):
 
 @pytest.mark.parametrize("script", ["ppo_llm", "ppo_llm_fsdp"])
 def test_processes_wait_an_hour_for_each_other(script, tiny_model):
-    found = run_ranks(2, timeout_of_the_group, str(ROOT / f"{script}.py"), tiny_model)
+    found = run_ranks(2, timeout_of_the_group, str(path_of(script)), tiny_model)
     if found[0][1] is None:
         pytest.skip("this torch does not tell the timeout of a group")
     assert found == [(2, HOUR)] * 2

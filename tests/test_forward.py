@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import each_script, make_model, make_tokenizer, read_metrics
+from conftest import copies, each_script, make_model, make_tokenizer, read_metrics
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -15,6 +15,7 @@ from transformers import (
     GenerationConfig,
 )
 
+pytestmark = copies("ppo_llm", "grpo_llm")  # the sharded script samples and loads with the ranks of a group
 EOS, EOS2, FIRST_CHAR = 1, 2, 3
 VOCAB = len(make_tokenizer())
 # Lengths of prompts and responses: ragged, a response of one token, a prompt of one.
@@ -155,6 +156,7 @@ def test_uniform_model_has_entropy_log_vocabulary(algo, tiny_model):
     torch.testing.assert_close(logprobs, -math.log(VOCAB) * mask)
 
 
+@copies("ppo_llm")
 def test_padding_changes_nothing(algo, model, critic):
     """Whatever ids stand behind the rows, and however wide: the same to the last bit, gradients too."""
     tokens, mask = make_batch(algo)
@@ -177,6 +179,7 @@ def test_padding_changes_nothing(algo, model, critic):
             assert torch.allclose(a, b[:, :-5], atol=2e-5) and not b[:, -5:].any()
 
 
+@copies("ppo_llm")
 def test_rows_without_actions_give_zeros_and_no_gradient(algo, model, critic):
     tokens, mask = make_batch(algo)
     for module in algo.Policy(model, 1.0), critic:
@@ -186,6 +189,7 @@ def test_rows_without_actions_give_zeros_and_no_gradient(algo, model, critic):
         assert not any(p.grad.any() for p in module.parameters() if p.grad is not None)
 
 
+@copies("ppo_llm")
 def test_dropout_of_the_checkpoint_is_off_in_train_mode(algo, tmp_path, folder):
     arch = AutoModelForCausalLM.from_pretrained(folder).config.model_type
     folder, (tokens, mask) = make_model(tmp_path, arch, dropout=0.5), make_batch(algo)
@@ -197,6 +201,7 @@ def test_dropout_of_the_checkpoint_is_off_in_train_mode(algo, tmp_path, folder):
     assert critic(tokens, mask).any() and torch.equal(critic(tokens, mask), critic(tokens, mask))
 
 
+@copies("ppo_llm")
 def test_bfloat16_autocast_returns_float32(algo, model, critic):
     """The passes are in bfloat16, what comes out is float32 and has more digits than bfloat16."""
     tokens, mask = make_batch(algo)
@@ -213,6 +218,7 @@ def test_bfloat16_autocast_returns_float32(algo, model, critic):
 # --- Critic ----------------------------------------------------------------------------------------------------------
 
 
+@copies("ppo_llm")
 def test_values_equal_bare_prefixes(algo, critic):
     """Of the state before the action: the text up to and with position i, through the plain class."""
     tokens, mask = make_batch(algo)
@@ -223,6 +229,7 @@ def test_values_equal_bare_prefixes(algo, critic):
     assert values.dtype == torch.float32 and not values[~mask].any() and values[mask].std() > 0.1
 
 
+@copies("ppo_llm")
 def test_new_critic_values_everything_at_zero_and_its_head_learns(algo, folder):
     critic, (tokens, mask) = load_critic(algo, folder), make_batch(algo)
     values = critic(tokens, mask)
@@ -231,6 +238,7 @@ def test_new_critic_values_everything_at_zero_and_its_head_learns(algo, folder):
     assert getattr(critic.model, critic.head_name).weight.grad.abs().sum() > 0
 
 
+@copies("ppo_llm")
 def test_critic_keeps_the_head_its_checkpoint_brings(algo, folder, tmp_path):
     saved = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
     head = getattr(saved, "score" if hasattr(saved, "score") else "classifier")
@@ -242,6 +250,7 @@ def test_critic_keeps_the_head_its_checkpoint_brings(algo, folder, tmp_path):
     assert torch.equal(loaded.weight, head.weight) and torch.equal(loaded.bias, head.bias)
 
 
+@copies("ppo_llm")
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_saved_critic_reloads_with_the_plain_class(algo, folder, tmp_path, lora_rank):
     critic = with_a_head(load_critic(algo, folder, lora_rank))
@@ -325,6 +334,7 @@ def test_lora_trains_all_linear_layers_but_the_head(algo, folder):
         assert (p.grad is not None and p.grad.any()) == ("lora_B" in name), name
 
 
+@copies("ppo_llm")
 def test_lora_trains_the_head_of_the_critic_whole(algo, folder):
     critic, (tokens, mask) = load_critic(algo, folder, 4), make_batch(algo)
     values = critic(tokens, mask)
@@ -338,6 +348,7 @@ def test_lora_trains_the_head_of_the_critic_whole(algo, folder):
     assert critic(tokens, mask)[mask].mean() > 0
 
 
+@copies("ppo_llm")
 def test_a_critic_trained_with_lora_is_its_frozen_backbone_and_what_is_saved(algo, folder, tmp_path):
     critic, (tokens, mask) = load_critic(algo, folder, 4), make_batch(algo)
     assert critic.head_name == ("score" if "llama" in folder else "classifier")
@@ -583,6 +594,7 @@ def test_forward_all_puts_everything_back(algo, max_tokens):
     assert torch.equal(pairs, expected)
 
 
+@copies("ppo_llm")
 def test_forward_all_equals_one_forward(algo, model, critic):
     tokens, mask, _, lengths = algo.to_batch(*make_rows(algo), "cpu")
     minibatches = [algo.pack(lengths, rows, 20, "cpu") for rows in (range(3), range(3, 5))]

@@ -8,18 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, make_model, read_rows, untimed
+from conftest import make_model, path_of, read_rows, untimed
 from ranks import load_script
 from transformers import AutoModelForCausalLM
 
-SCRIPT = ROOT / "grpo_llm.py"
-grpo = load_script(SCRIPT)
+SCRIPT = "grpo_llm"
+grpo = load_script(path_of(SCRIPT))
 ESTIMATORS = "grpo", "dr_grpo", "rloo", "reinforce_pp"
-
-
-@pytest.fixture(scope="module")
-def script():
-    return SCRIPT
 
 
 def advantages(scores, group_size, estimator):
@@ -132,7 +127,7 @@ PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16], [9, 10]]
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 3, 3, 3), (1, 4, 2, 5)])
 def test_responses_to_one_prompt_are_those_to_each_alone(model, sizes):
     """Whatever the sizes of the groups: one prompt after the other by the script that knows no groups."""
-    ppo = load_script(ROOT / "ppo_llm.py")
+    ppo = load_script(path_of("ppo_llm"))
     prompts = [prompt for prompt, size in zip(PROMPTS, sizes) for _ in range(size)]
     uniforms, seen = noise(len(prompts), 12), []
     hook = model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(tuple(args[0].shape)), with_kwargs=True)

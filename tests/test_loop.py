@@ -13,6 +13,7 @@ import torch
 from conftest import (
     ROOT,
     TOY_REWARD,
+    copies,
     each_script,
     make_model,
     make_tokenizer,
@@ -54,6 +55,7 @@ def spy(monkeypatch):
 # ------------------------------------------------------------------------------------------------------- identities
 
 
+@copies("ppo_llm", "ppo_llm_fsdp")
 @pytest.mark.parametrize("flags", [{}, {"temperature": 0.5}, {"lora_rank": 4}])
 def test_nothing_moves_without_a_learning_rate(toy_run, flags):
     _, metrics = toy_run(lr=0.0, critic_lr=0.0, ppo_epochs=2, **flags)
@@ -63,6 +65,7 @@ def test_nothing_moves_without_a_learning_rate(toy_run, flags):
         assert m["kl/mean"] == 0  # the reference is the policy, by the same passes
 
 
+@copies("ppo_llm", "ppo_llm_fsdp")
 @pytest.mark.parametrize("loss_agg", ["token-mean", "seq-mean-token-mean"])
 def test_gradients_do_not_depend_on_micro_batches(toy_run, loss_agg):
     flags = {"lr": 0.0, "critic_lr": 0.0, "loss_agg": loss_agg, "entropy_coef": 0.1, "kl_loss_coef": 0.1}
@@ -72,6 +75,7 @@ def test_gradients_do_not_depend_on_micro_batches(toy_run, loss_agg):
             same(a, b, 2e-6)
 
 
+@copies("ppo_llm", "ppo_llm_fsdp")
 def test_rewards_sum_to_score_minus_kl(toy_run, spy, algo):
     """Of every row over its mask; the metric is their mean. A response without an EOS has lost its penalty."""
     judged, passes, credited = (spy(algo, name) for name in ("compute_scores", "forward_all", "gae"))
@@ -90,6 +94,7 @@ def test_rewards_sum_to_score_minus_kl(toy_run, spy, algo):
     assert (scores - totals).abs().min() > 1e-4  # the policy has moved
 
 
+@copies("ppo_llm", "ppo_llm_fsdp")
 def test_optimizer_steps_are_epochs_times_minibatches(toy_run, spy):
     steps = spy(torch.optim.AdamW, "step")
     toy_run(ppo_epochs=3, total_iterations=1)
@@ -113,6 +118,7 @@ def test_sampling_noise_belongs_to_the_row_and_the_iteration(toy_run, spy, algo)
     assert torch.equal(first, torch.rand(8, 10, generator=stream, dtype=torch.float64))
 
 
+@copies("ppo_llm", "ppo_llm_fsdp")
 def test_only_the_critic_learns_while_it_warms_up(toy_run, spy):
     steps = spy(torch.optim.AdamW, "step")
     _, metrics = toy_run(critic_warmup_iterations=2, total_iterations=3)
@@ -121,6 +127,7 @@ def test_only_the_critic_learns_while_it_warms_up(toy_run, spy):
     assert metrics[3]["actor/ratio_mean"] > 0 and metrics[3]["rollout/logprob_diff"] < 1e-5
 
 
+@copies("ppo_llm")
 def test_without_a_kl_there_is_no_reference(toy_run, spy, algo):
     loads, passes = spy(algo, "load_model"), spy(algo, "forward_all")
     _, metrics = toy_run(kl_reward_coef=0.0, total_iterations=1)
@@ -547,6 +554,7 @@ def test_a_wrong_mask_is_refused_in_any_iteration(algo, toy_run, monkeypatch, ca
     assert capsys.readouterr().err.count(sentence) == 1
 
 
+@copies("ppo_llm", "ppo_llm_fsdp")
 def test_a_wrong_mask_is_refused_once_the_actor_trains(algo, toy_run, monkeypatch):
     """Not while the critic warms up: then nothing that is sampled is compared."""
     real, calls = algo.to_batch, []
@@ -739,6 +747,7 @@ def test_an_optimizer_that_trains_something_else_than_its_model(changed, toy_fla
     assert not (tmp_path / "out").exists()
 
 
+@copies("ppo_llm", "ppo_llm_fsdp")
 @pytest.mark.parametrize("sizes", [{"batch_size": 10}, {"minibatch_size": 3}, {"minibatch_size": 16}])
 def test_sizes_that_do_not_divide(toy_run, capsys, sizes):
     refused(capsys, lambda: toy_run(**sizes), "--batch-size", "--minibatch-size", "1 processes")

@@ -16,7 +16,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, copies
 from ranks import load_script
 from torch.nn.functional import pad
 
@@ -160,6 +160,7 @@ def test_place_scores_anywhere(algo, seed):
     assert placed.sum(1).tolist() == list(range(1, 201))
 
 
+@copies("ppo_llm", "ppo_llm_fsdp")
 @pytest.mark.parametrize("gamma, lam", [(1, 0.95), (0.99, 0.95), (0.9, 1), (1, 1), (0.9, 0), (0.5, 0.5)])
 def test_gae(algo, case, gamma, lam):
     """Against the sum over l of (gamma*lam)^l * delta, on the valid tokens alone: padding and holes are skipped."""
@@ -178,6 +179,7 @@ def test_gae(algo, case, gamma, lam):
             close(returns[i, case.mask[i]], [sum(gamma**k * r[t + k] for k in range(n - t)) for t in range(n)])
 
 
+@copies("ppo_llm", "ppo_llm_fsdp")
 @pytest.mark.parametrize("junk", [9.0, math.nan])
 def test_gae_golden(algo, junk):
     mask = torch.tensor([[False, False, True, True, False]])
@@ -296,6 +298,7 @@ def test_losses(algo, case, name, num_tensors, args, oracle, mode):
     check_loss(algo, case, name, num_tensors, args, oracle, mode)
 
 
+@copies("ppo_llm", "ppo_llm_fsdp")
 def test_value_loss(algo, case):
     check_loss(algo, case, "value_loss", 2, (), half_square, "token-mean")
 

@@ -384,6 +384,7 @@ def check_flags(script, flags, num_processes=2):
 def test_commands_in_the_readme_are_legal():
     blocks = re.findall(r"```bash\n(.*?)```", readme(), re.S)
     commands = [part for block in blocks for line in block.splitlines() for part in line.split("&&")]
+    commands = [part.replace("my_grpo.py", "grpo_llm.py") for part in commands]
     learning = [line for line in commands if "learning.py" in line]
     for line in learning:
         script = re.search(r"--script (\w+)\.py", line)

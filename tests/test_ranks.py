@@ -1,10 +1,8 @@
 """One result whatever the number of processes: every script on one, two and four ranks, sharded, and composed."""
 
-import subprocess
-
 import pytest
 import torch
-from conftest import ROOT, make_model, toy_rows, untimed, write_rows
+from conftest import compose, copies, make_model, path_of, toy_rows, untimed, write_rows
 from ranks import bare, run_ranks, train
 
 # Every term of both losses, several steps. With plain SGD: AdamW turns rounding into steps.
@@ -28,13 +26,6 @@ def folder(tmp_path_factory):
         "def early(prompts, responses, answers):\n"
         "    return [sum(c < 'm' for c in r) / max(1, len(r)) + 0.01 * len(r) for r in responses]\n"
     )
-    merged = [
-        "git",
-        "merge-file",
-        "-p",
-        *(str(ROOT / f"{name}.py") for name in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")),
-    ]
-    (folder / "grpo_llm_fsdp.py").write_text(subprocess.run(merged, capture_output=True, text=True, check=True).stdout)
     return folder
 
 
@@ -48,7 +39,7 @@ def runs(folder):
         files |= {"reward": f"{folder}/toy_reward.py:early", "output_dir": str(folder / f"{script}-{world}")}
         own = {"group_size": 2, "batch_size": 8, "minibatch_size": 8} if script.startswith("grpo") else {}
         without = ("critic_lr",) if script.startswith("grpo") else ()
-        path, todo = folder / f"{script}.py" if script == "grpo_llm_fsdp" else ROOT / f"{script}.py", []
+        path, todo = compose(folder) if script == "grpo_llm_fsdp" else path_of(script), []
         for name, (flags, options) in wanted.items():
             fields = FLAGS | files | own | {"run_name": name} | flags
             todo.append(({key: value for key, value in fields.items() if key not in without}, options))
@@ -110,6 +101,7 @@ def ppo_by_two(runs):
     return runs("ppo_llm", 2, {"sgd": SGD_FIXED, "lora": lora()})
 
 
+@copies("ppo_llm")
 @pytest.mark.parametrize("name", ["sgd", "lora"])
 def test_ppo_by_two(ppo, ppo_by_two, name):
     compare(ppo_by_two[name], ppo[name], 1e-5)
@@ -126,6 +118,7 @@ def grpo_by_two(runs):
     return runs("grpo_llm", 2, {"sgd": SGD_FIXED})
 
 
+@copies("grpo_llm")
 def test_grpo_by_two(grpo, grpo_by_two):
     compare(grpo_by_two["sgd"], grpo["sgd"], 1e-5)
     compare_gradients(grpo_by_two["sgd"], grpo["sgd"], 1e-5)
@@ -225,12 +218,14 @@ def check_composed(found, expected):
         assert abs(a.get("rollout/logprob_diff", 0) - b.get("rollout/logprob_diff", 0)) < 1e-3
 
 
+@copies("grpo_llm")
 @pytest.mark.parametrize("name", ["sgd", "sampled"])
 def test_composed_is_grpo(composed, grpo, name):
     """The merged script on two ranks: the metrics of grpo_llm.py."""
     check_composed(composed[name], grpo[name])
 
 
+@copies("grpo_llm")
 @pytest.mark.slow
 def test_composed_with_a_sharded_rollout_and_offload(composed_otherwise, grpo):
     check_composed(composed_otherwise["all"], grpo["sampled"])

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import ROOT, SCRIPTS, each_script, forked, launch, read_metrics, start, untimed
+from conftest import SCRIPTS, compose, copies, each_script, forked, launch, path_of, read_metrics, start, untimed
 from ranks import load_script, run_ranks, train
 from safetensors.torch import load_file
 
@@ -25,20 +25,13 @@ GRPO = {"batch_size": 2, "minibatch_size": 4, "group_size": 2}
 LORA = PPO | {"lora_rank": 4, "critic_warmup_iterations": 1}
 CASES = {"ppo_llm": PPO, "grpo_llm": GRPO, "ppo_llm_fsdp": PPO, "grpo_llm_fsdp": GRPO}
 CASES |= {"ppo_llm with LoRA": LORA, "ppo_llm_fsdp with LoRA": LORA}
-SLOW = pytest.param("ppo_llm_fsdp with LoRA", marks=pytest.mark.slow)  # which the slow tests below kill as well
+SLOW = "ppo_llm_fsdp with LoRA"  # which the slow tests below kill as well
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, tiny_model, toy_data, toy_reward):
     """Folder of runs, and the fields that all have."""
     folder = tmp_path_factory.mktemp("resumed")
-    merged = [
-        "git",
-        "merge-file",
-        "-p",
-        *(str(ROOT / f"{name}.py") for name in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")),
-    ]
-    (folder / "grpo_llm_fsdp.py").write_text(subprocess.run(merged, capture_output=True, text=True, check=True).stdout)
     return folder, RUN | {"model": tiny_model, "dataset": toy_data, "reward": toy_reward, "output_dir": str(folder)}
 
 
@@ -56,11 +49,15 @@ def best(run_dir):
     return {path.relative_to(run_dir): path.read_bytes() for path in run_dir.glob("best*/**/*.safetensors")}
 
 
-def path_of(name, folder):
-    return folder / f"{name}.py" if name == "grpo_llm_fsdp" else ROOT / f"{name}.py"
+def place_of(name, folder):
+    return compose(folder) if name == "grpo_llm_fsdp" else path_of(name)
 
 
-@pytest.mark.parametrize("name", [*list(CASES)[:-1], SLOW])
+def marks(name):
+    return [copies("grpo_llm" if "grpo" in name else name.split()[0])] + [pytest.mark.slow] * (name == SLOW)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
 def test_six_iterations_are_four_and_the_rest(place, name):
     """Broken off in iteration 5, gone on with from 3, where with PPO only the critic has been trained, but for LoRA.
     The unbroken run saves nothing, so that saving is seen to change nothing."""
@@ -69,7 +66,7 @@ def test_six_iterations_are_four_and_the_rest(place, name):
     runs = [(flags | {"run_name": f"{name}-unbroken", "save_every": 0}, {})]
     runs += [(flags | {"run_name": f"{name}-broken", "save_every": 3}, {"dies": 5})]
     runs += [(flags | {"run_name": f"{name}-broken", "save_every": 3, "resume": "auto"}, {})]
-    results = run_ranks(2, train, str(path_of(name.split()[0], folder)), runs)
+    results = run_ranks(2, train, str(place_of(name.split()[0], folder)), runs)
     assert all(len(broken["metrics"]) == 5 and not broken["weights"] for _, broken, _ in results)  # it did end there
     assert [x.name for x in sorted((folder / f"{name}-broken" / "checkpoints").iterdir())] == [
         "step_000003",
@@ -172,7 +169,7 @@ def test_a_sharded_checkpoint_of_the_other_algorithm(place, first, second, capsy
 
     def run(name, **more):
         AcceleratorState._reset_state(True)
-        algo = load_script(path_of(name, folder))
+        algo = load_script(place_of(name, folder))
         with mock.patch.object(time, "sleep"):  # the pause at the end is for gloo's threads
             algo.main(algo.Args(**flags | (GRPO if "grpo" in name else PPO) | more))
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, forked, make_tokenizer, read_metrics, write_rows
+from conftest import ROOT, copies, forked, make_tokenizer, read_metrics, write_rows
 
 
 @pytest.fixture
@@ -163,6 +163,7 @@ def test_scores_may_be_anything_that_is_a_number(algo):
     assert score(algo, lambda p, r, a: (len(x) for x in r), ["a", "bb"]) == [1.0, 2.0]
 
 
+@copies("ppo_llm", "ppo_llm_fsdp")
 def test_columns_reach_the_reward_of_a_run(toy_run, tmp_path):
     rows = [{"prompt": f"p {i}", "level": i} for i in range(8)]
     (tmp_path / "reward_of_levels.py").write_text("def f(prompts, responses, answers, level):\n    return level\n")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import ROOT, make_model, read_metrics, toy_rows, untimed, write_rows
+from conftest import make_model, path_of, read_metrics, toy_rows, untimed, write_rows
 from ranks import load_script, run_ranks, train, whole
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,12 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-SCRIPT = str(ROOT / "ppo_llm_fsdp.py")
-
-
-@pytest.fixture(scope="module")
-def script():
-    return Path(SCRIPT)
+SCRIPT = "ppo_llm_fsdp"
+PATH = str(path_of(SCRIPT))
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +32,7 @@ def tied(tmp_path_factory):
 @contextmanager
 def joined():
     """The script, an accelerator, and what `shard` wants besides a module, for all ranks."""
-    algo = load_script(SCRIPT)
+    algo = load_script(PATH)
     if not dist.is_initialized():
         alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("gloo", **alone)
@@ -162,7 +158,7 @@ def run_of_two(tmp_path_factory, tiny_model, toy_data, toy_reward):
     flags |= {"minibatch_size": 4, "microbatch_tokens": 60, "max_response_length": 8, "lr": 1e-3, "critic_lr": 1e-3}
     flags |= {"total_iterations": 4, "save_every": 2, "eval_every": 4, "eval_rows": 1}
     flags |= {"output_dir": str(folder), "run_name": "two"}
-    run_ranks(2, train, SCRIPT, [(flags, {})])
+    run_ranks(2, train, PATH, [(flags, {})])
     return flags, folder / "two"
 
 
@@ -171,7 +167,7 @@ def test_a_checkpoint_of_two_goes_on_with_any_number(run_of_two, tmp_path, world
     flags, run_dir = run_of_two
     copy = shutil.copytree(run_dir, tmp_path / "two")
     shutil.rmtree(copy / "checkpoints" / "step_000004")
-    results = run_ranks(world, train, SCRIPT, [(flags | {"output_dir": str(tmp_path), "resume": "auto"}, {})])
+    results = run_ranks(world, train, PATH, [(flags | {"output_dir": str(tmp_path), "resume": "auto"}, {})])
     expected, found = untimed(read_metrics(run_dir)), untimed(results[0][0]["metrics"])
     assert found[:3] == expected[:3] and len(found) == 5
     for a, b in zip(found, expected):
@@ -281,11 +277,11 @@ def test_model_state_is_shared_out(tmp_path, toy_reward):
     flags = {"model": make_model(tmp_path / "wide", **wide), "dataset": write_rows(tmp_path / "d.jsonl", toy_rows(24))}
     flags |= {"reward": toy_reward, "track": "none", "output_dir": str(tmp_path), "batch_size": 8, "minibatch_size": 8}
     flags |= {"max_response_length": 10, "total_iterations": 2, "eval_rows": 0}
-    replicated = run_ranks(2, largest_state, str(ROOT / "ppo_llm.py"), flags | {"run_name": "whole"})
+    replicated = run_ranks(2, largest_state, str(path_of("ppo_llm")), flags | {"run_name": "whole"})
     size = sum(weight.numel() for weight in load_file(tmp_path / "wide" / "model.safetensors").values())
     assert size > 1e6 and min(replicated) > 27.9 * size  # after a step of one: 16 and 12 bytes, and 4 for the reference
     for world, share in ((2, 0.52), (4, 0.28)):
-        for rank in run_ranks(world, largest_state, SCRIPT, flags | {"run_name": f"sharded{world}"}):
+        for rank in run_ranks(world, largest_state, PATH, flags | {"run_name": f"sharded{world}"}):
             print(f"{world} processes: {rank / replicated[0]:.3f} of the model state")
             assert rank < share * replicated[0]
 

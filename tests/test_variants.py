@@ -1,5 +1,6 @@
 """Variants: every patch applies as it stands, is linted, trains, and does what its head says."""
 
+import dataclasses
 import json
 import math
 import re
@@ -10,7 +11,18 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, forked, make_model, make_tokenizer, read_metrics, read_rows, toy_rows, untimed, write_rows
+from conftest import (
+    ROOT,
+    compose,
+    forked,
+    make_model,
+    make_tokenizer,
+    read_metrics,
+    read_rows,
+    toy_rows,
+    untimed,
+    write_rows,
+)
 from ranks import load_script
 
 sys.path.insert(0, str(ROOT / "notes"))
@@ -21,7 +33,6 @@ grpo = load_script(ROOT / "grpo_llm.py")
 NAMES = variants.names()
 ON_PPO = [name for name in NAMES if variants.read_patch(name)[1] == "ppo_llm.py"]
 LONG = {"shared_prompt": (100, 10), "shared_critic": (140, 18)}  # those that may be longer: lines and hunks
-REPLICATED = {"lora_bf16"}  # about `wrap` of the scripts that do not shard: FSDP casts its shards itself
 
 
 @pytest.fixture(scope="module")
@@ -154,58 +165,119 @@ def test_a_changed_script_is_merged_three_ways(monkeypatch, tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------------ they train
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_two_processes_train(name, folder, tmp_path):
-    flags = flags_of(name, folder) | {"output_dir": tmp_path, "run_name": "run", "eval_rows": 3}
-    code, console = forked(folder / f"{name}_llm.py", flags)
+def trains(path, flags):
+    """Two processes: every metric is a number, and the sampler agrees with the training pass."""
+    code, console = forked(path, flags | {"run_name": path.stem, "eval_rows": 3})
     assert code == 0 and "2 process(es)" in console, console
-    metrics = read_metrics(tmp_path / "run")
+    metrics = read_metrics(flags["output_dir"] / path.stem)
     assert len(metrics) == 4 and all(torch.tensor(list(m.values())).isfinite().all() for m in metrics)
     trained = [m for m in metrics if "rollout/logprob_diff" in m]
     limit = 0.1 if flags.get("dtype") == "bfloat16" else 1e-5
     assert len(trained) >= 2 and all(m["rollout/logprob_diff"] < limit for m in trained)
 
 
-COMPOSED = [(name, "ppo_llm_fsdp") for name in ON_PPO if name not in REPLICATED] + [
-    (name, "grpo_llm_fsdp") for name in NAMES if name not in ON_PPO
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_two_processes_train(name, folder, tmp_path):
+    trains(folder / f"{name}_llm.py", flags_of(name, folder) | {"output_dir": tmp_path})
+
+
+# ------------------------------------------------------------------------------------------ they stack, and are sharded
+
+
+@pytest.fixture(scope="module")
+def stacked():
+    return variants.stacked()
+
+
+def test_which_variants_stack(stacked):
+    """All pairs, as chapter 13 has them. Otherwise `python notes/variants.py pairs` prints what belongs there."""
+    assert {frozenset(pair) for pair in stacked} >= {
+        frozenset((a, b)) for a in NAMES for b in NAMES if a < b and (a in ON_PPO) == (b in ON_PPO)
+    }
+    table = variants.table_of_pairs(stacked)
+    assert table in (ROOT / "notes" / "13-change-it.md").read_text(), table
+
+
+def test_what_stacks_is_a_script(stacked, tmp_path):
+    """No name is used that the other change has taken away."""
+    for (file, change), (text, conflicts) in stacked.items():
+        if not conflicts:
+            (tmp_path / f"{file.removesuffix('.py')}_{change}.py").write_text(text)
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and len(list(tmp_path.iterdir())) > len(NAMES), done.stdout
+
+
+# The second change in the file of the first. To add a pair is to add a line.
+RUN_PAIRS = [
+    ("cispo", "replay"),
+    ("cispo", "one_step_off"),
+    ("dapo", "entropy_tokens"),
+    ("dapo", "shared_prompt"),
+    ("gspo", "tool_call"),
+    ("distill", "pass_at_k"),
+    ("bypass", "adaptive_kl"),
+    ("target_kl", "anneal"),
+    ("vc_ppo", "value_clip"),
+    ("plain_pg", "process_reward"),
+    ("vc_ppo", "two_turns"),  # of two scripts
 ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", RUN_PAIRS, ids=" ".join)
+def test_pairs_train(pair, folder, stacked, tmp_path):
+    if missing := set(pair).difference(NAMES):
+        pytest.skip(f"no patch {' and '.join(missing)} yet")
+    text, conflicts = stacked[pair] if pair in stacked else stacked[pair[::-1]]
+    assert conflicts == 0
+    path = tmp_path / f"{'_'.join(pair)}.py"
+    path.write_text(text)
+    known = {field.name for field in dataclasses.fields(load_script(path).Args)}
+    flags = flags_of(pair[1], folder) | flags_of(pair[0], folder) | {"output_dir": tmp_path}
+    trains(path, {name: value for name, value in flags.items() if name in known})
+
+
+# Those that another place of the script is in the way of, and why.
+NOT_SHARDED = {
+    "lora_bf16": "it casts frozen layers, which are sharded there",
+}
+RUN_SHARDED = "cispo", "gspo", "dapo", "vc_ppo", "process_reward", "target_kl"
 
 
 @pytest.fixture(scope="module")
 def sharded(folder):
-    parts = [str(ROOT / f"{name}.py") for name in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")]
-    (folder / "grpo_llm_fsdp.py").write_text(
-        subprocess.run(["git", "merge-file", "-p", *parts], capture_output=True, text=True, check=True).stdout
-    )
-    (folder / "ppo_llm_fsdp.py").write_text((ROOT / "ppo_llm_fsdp.py").read_text())
-    return folder
+    """sharded(name): (text of the variant sharded, number of conflicts)"""
+    ons = {"ppo_llm.py": ROOT / "ppo_llm_fsdp.py", "grpo_llm.py": compose(folder)}
+
+    def shard(name):
+        _, script, _, _ = variants.read_patch(name)
+        return variants.merged(ons[script].read_text(), (ROOT / script).read_text(), variants.patched(name))
+
+    return shard
 
 
-def shard(name, on, sharded):
-    base = (ROOT / variants.read_patch(name)[1]).read_text()
-    return variants.merged((sharded / f"{on}.py").read_text(), base, variants.patched(name))
-
-
-@pytest.mark.parametrize("name, on", COMPOSED)
-def test_a_variant_can_be_sharded(name, on, sharded):
-    """Without a change, by a merge. Those that cannot are named here."""
-    text, conflicts = shard(name, on, sharded)
-    assert conflicts == 0
-    compile(text, name, "exec")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variant_can_be_sharded(name, sharded):
+    """By a merge, without a conflict; but for those named above."""
+    text, conflicts = sharded(name)
+    assert (conflicts > 0) == (name in NOT_SHARDED)
+    if not conflicts:
+        compile(text, name, "exec")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, on", [("cispo", "grpo_llm_fsdp"), ("process_reward", "ppo_llm_fsdp"), ("target_kl", "ppo_llm_fsdp")]
-)
-def test_a_sharded_variant_gives_its_metrics(name, on, sharded, train, tmp_path):
-    (sharded / f"{name}_{on}.py").write_text(shard(name, on, sharded)[0])
-    reward = {"reward": f"{sharded}/toy.py:pieces"} if name == "process_reward" else {}
-    flags = flags_of(name, sharded) | {"output_dir": tmp_path, "run_name": "sharded"} | reward
-    code, console = forked(sharded / f"{name}_{on}.py", flags)
+@pytest.mark.parametrize("name", RUN_SHARDED)
+def test_a_sharded_variant_gives_its_metrics(name, sharded, folder, train, tmp_path):
+    path = folder / f"{name}_fsdp.py"
+    path.write_text(sharded(name)[0])
+    reward = {"reward": f"{folder}/toy.py:pieces"} if name == "process_reward" else {}
+    flags = flags_of(name, folder) | {"output_dir": tmp_path, "run_name": "sharded"} | reward
+    code, console = forked(path, flags)
     assert code == 0, console
     for a, b in zip(untimed(read_metrics(tmp_path / "sharded")), untimed(train(name, **reward)), strict=True):
+        assert a.keys() == b.keys()
         for metric in a.keys() - {"rollout/logprob_diff"}:
             assert a[metric] == pytest.approx(b[metric], rel=2e-3, abs=2e-5), metric
 
