@@ -1326,12 +1326,12 @@ def agreement(script, name, folder, train, tmp_path, **flags):
 @pytest.mark.slow
 @pytest.mark.parametrize("on", [None, "grpo_llm_fsdp"])
 @pytest.mark.parametrize("name", ["entropy_tokens", "pass_at_k", "one_step_off"])
-def test_one_and_two_processes_agree(name, on, sharded, train, tmp_path):
-    script = sharded / f"{name}_llm.py"
+def test_one_and_two_processes_agree(name, on, sharded, folder, train, tmp_path):
+    script = folder / f"{name}_llm.py"
     if on:
-        script = sharded / f"{name}_{on}.py"
-        script.write_text(shard(name, on, sharded)[0])
-    agreement(script, name, sharded, train, tmp_path, total_iterations=4)
+        script = folder / f"{name}_{on}.py"
+        script.write_text(sharded(name)[0])
+    agreement(script, name, folder, train, tmp_path, total_iterations=4)
 
 
 # --- pass_at_k
@@ -1468,10 +1468,10 @@ def test_the_older_weights_are_resumed(lora_rank, train):
 
 
 @pytest.mark.slow
-def test_the_older_weights_are_resumed_from_shards(sharded, tmp_path):
-    script = sharded / "one_step_off_sharded.py"
-    script.write_text(shard("one_step_off", "grpo_llm_fsdp", sharded)[0])
-    flags = flags_of("one_step_off", sharded) | {"output_dir": tmp_path, "save_every": 2}
+def test_the_older_weights_are_resumed_from_shards(sharded, folder, tmp_path):
+    script = folder / "one_step_off_sharded.py"
+    script.write_text(sharded("one_step_off")[0])
+    flags = flags_of("one_step_off", folder) | {"output_dir": tmp_path, "save_every": 2}
     for changes in (
         {"run_name": "whole", "total_iterations": 4},
         {"run_name": "part", "total_iterations": 2},
