@@ -77,9 +77,9 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "shared_critic": ("shared_critic", "", 3),
     "lengths-gdpo": ("multi_reward", f"{TWO_REWARDS}:right_and_short", 3),
     "lengths-summed": ("grpo_llm", f"{TWO_REWARDS}:right_plus_short", 3),
-    "lengths-free": ("grpo_llm", LENGTHS, 1),
-    "lengths-80": ("grpo_llm", CONTROL, 1),
-    "lengths-100": ("grpo_llm", CONTROL, 1),
+    "lengths-free": ("grpo_llm", LENGTHS, 3),
+    "lengths-80": ("grpo_llm", CONTROL, 3),
+    "lengths-100": ("grpo_llm", CONTROL, 3),
 }
 OLD = ("distill",)  # as it was run with version 0.2
 ENVIRONMENT = {f"lengths-{n}": {"LENGTH_TARGET": str(n)} for n in (80, 100)}

@@ -747,7 +747,7 @@ def test_bypass_refuses_another_sampler(variant, train, monkeypatch, capsys, old
     assert "sampler and training pass differ by 0.02" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         train("bypass", is_cap=0.5)
-    assert "--is-cap is 0.5, its least value is 1" in capsys.readouterr().err
+    assert "--is-cap is 0.5, not finite or below its least value 1" in capsys.readouterr().err
 
 
 # --- adaptive_kl
@@ -844,7 +844,7 @@ def test_top_p_cuts_in_training_alone_and_is_guarded(variant, train, folder, mon
         assert 0.05 < m["rollout/logprob_diff"] < 1 and whole[1]["rollout/logprob_diff"] < 1e-5
     with pytest.raises(SystemExit):
         train("top_p", top_p=0.0)
-    assert "--top-p is 0.0, its least value is 0.01" in capsys.readouterr().err
+    assert "--top-p is 0.0, not finite or below its least value 0.01" in capsys.readouterr().err
 
     real = algo.sample_tokens
     for change in (lambda x: x * 1.5, lambda x: x / 1.5, lambda x: x + torch.nan):  # a sampler of other probabilities
@@ -995,13 +995,13 @@ def test_dual_clip_cuts_the_loss_of_bad_tokens_alone(variant):
 
 
 def test_dual_clip_in_a_run(train, folder, tmp_path, capsys):
-    assert_is_ppo("dual_clip", train, folder, tmp_path, dual_clip=math.inf)
+    assert_is_ppo("dual_clip", train, folder, tmp_path, dual_clip=1e9)
     flags = {"batch_size": 8, "minibatch_size": 4, "ppo_epochs": 3, "lr": 0.03, "total_iterations": 1}
     cut, free = train("dual_clip", **flags, dual_clip=1.01)[1], train("dual_clip", **flags, dual_clip=1e9)[1]
     assert cut["actor/clipfrac"] > 0.01 + free["actor/clipfrac"] and cut["actor/loss"] < free["actor/loss"]
     with pytest.raises(SystemExit):
         train("dual_clip", dual_clip=0.9)
-    assert "--dual-clip is 0.9, its least value is 1" in capsys.readouterr().err
+    assert "--dual-clip is 0.9, not finite or below its least value 1" in capsys.readouterr().err
 
 
 # --- value_clip
@@ -1017,7 +1017,7 @@ def test_value_clip_pushes_no_value_far(variant):
 
 
 def test_value_clip_in_a_run(variant, train, folder, tmp_path, monkeypatch):
-    assert_is_ppo("value_clip", train, folder, tmp_path, value_clip=math.inf)
+    assert_is_ppo("value_clip", train, folder, tmp_path, value_clip=1e9)
     algo, calls, batches = variant("value_clip"), [], []
     real, real_gae = algo.value_loss, algo.gae
     monkeypatch.setattr(algo, "value_loss", lambda *args: calls.append(args) or real(*args))
@@ -1033,7 +1033,7 @@ def test_value_clip_in_a_run(variant, train, folder, tmp_path, monkeypatch):
 
 
 def test_target_kl_leaves_out_steps_and_their_loss(variant, train, folder, tmp_path, monkeypatch):
-    assert_is_ppo("target_kl", train, folder, tmp_path, target_kl=math.inf)
+    assert_is_ppo("target_kl", train, folder, tmp_path, target_kl=1e9)
     algo, shares, weights, trained = variant("target_kl"), [], [], []
     real, real_step = algo.aggregate, torch.optim.AdamW.step
 
@@ -1045,7 +1045,7 @@ def test_target_kl_leaves_out_steps_and_their_loss(variant, train, folder, tmp_p
     monkeypatch.setattr(algo, "aggregate", lambda *args: shares.append(real(*args)) or shares[-1])
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     flags = {"batch_size": 16, "minibatch_size": 4, "microbatch_tokens": 10_000, "ppo_epochs": 2, "total_iterations": 1}
-    free = train("target_kl", **flags, target_kl=math.inf)[1]
+    free = train("target_kl", **flags, target_kl=1e9)[1]
     assert free["actor/steps"] == 8 and len(shares) == len(weights) == 16  # of actor and critic
     losses, policies = [share.item() for share in shares[:8]], weights[:8]
     # The first step changes nothing before it is taken: its KL is 0. Every later minibatch has one.
