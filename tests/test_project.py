@@ -367,6 +367,7 @@ def test_flags_in_the_readme_exist():
         "local_dir",
         "on",
         "ref_model",
+        "exact",
     }  # and of the benchmark scripts
 
 
