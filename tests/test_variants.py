@@ -218,6 +218,7 @@ RUN_PAIRS = [
     ("gspo", "tool_call"),
     ("distill", "pass_at_k"),
     ("bypass", "adaptive_kl"),
+    ("bypass", "top_p"),
     ("target_kl", "anneal"),
     ("vc_ppo", "value_clip"),
     ("plain_pg", "process_reward"),
@@ -661,7 +662,9 @@ def test_files_of_their_own_run_on_two_processes(name, folder, tmp_path):
 
 
 def test_the_list_of_variants_is_complete():
-    """The README names each patch and file."""
+    """The README names each patch and file, chapter 13 the changed lines of each patch."""
+    rows = re.findall(r"(?m)^\| `(\w+)` \| (\d+) \|", (ROOT / "notes" / "13-change-it.md").read_text())
+    assert {name: int(lines) for name, lines in rows} == {name: sum(variants.changes(name)[:2]) for name in NAMES}
     readme = (ROOT / "README.md").read_text()
     for path in sorted((ROOT / "notes" / "variants").iterdir()):
         assert path.suffix in (".patch", ".py") or path.name == "__pycache__"
@@ -747,7 +750,7 @@ def test_bypass_refuses_another_sampler(variant, train, monkeypatch, capsys, old
     assert "sampler and training pass differ by 0.02" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         train("bypass", is_cap=0.5)
-    assert "--is-cap is 0.5, not finite or below its least value 1" in capsys.readouterr().err
+    assert "--is-cap is 0.5, below its least value 1" in capsys.readouterr().err
 
 
 # --- adaptive_kl
@@ -1456,6 +1459,9 @@ def test_a_sampler_with_other_weights_is_refused(variant, train, monkeypatch, ca
     with pytest.raises(SystemExit):
         train("one_step_off", lr=5e-3)
     assert "iteration 2: sampler and training pass differ" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train("one_step_off", is_cap=0.5)
+    assert "--is-cap is 0.5, below its least value 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lora_rank", [0, pytest.param(4, marks=pytest.mark.slow)])
