@@ -22,8 +22,8 @@ with the first. Who listens is right the second time (for two_turns.patch); its 
 
 `lengths`: the embedded model after a minute of pretraining on worked answers that say their last step one to five
 times, so that there are right answers of many lengths to choose from (for length_control.py). Two rewards of it are
-functions of this file: right, and short in characters, by their names (`right_and_short`, for multi_reward.patch) or
-summed (`right_plus_short`).
+functions of this file: right, and near 80 characters, by their names (`right_and_near`, for multi_reward.patch) or
+summed (`right_plus_near`).
 
 `hard`: the embedded model after a minute of pretraining in which 2% of the answers are worked and a quarter hasty (not
 a third and a sixth): of groups of eight six in seven have no worked answer to learn from.
@@ -209,15 +209,15 @@ def verbose_answer(rng, steps):
     return f" First {work}.\n#### {steps[-1][1]}"
 
 
-def right_and_short(prompts, responses, answers):
-    """{name: scores}: 1 for a right answer, and minus the number of its characters."""
-    return {"right": gsm8k(prompts, responses, answers), "short": [-float(len(response)) for response in responses]}
+def right_and_near(prompts, responses, answers):
+    """{name: scores}: 1 for a right answer, and minus how many characters its length is from 80."""
+    return {"right": gsm8k(prompts, responses, answers), "near": [-abs(len(text) - 80.0) for text in responses]}
 
 
-def right_plus_short(prompts, responses, answers):
+def right_plus_near(prompts, responses, answers):
     """The same as one number."""
-    named = right_and_short(prompts, responses, answers)
-    return [right + short for right, short in zip(named["right"], named["short"])]
+    named = right_and_near(prompts, responses, answers)
+    return [right + near for right, near in zip(named["right"], named["near"])]
 
 
 # ------------------------------------------------------------------------------------------------ few worked answers
