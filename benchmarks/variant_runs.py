@@ -62,6 +62,8 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "dapo": ("dapo", "", 3),
     "gspo": ("gspo", "", 3),
     "replay": ("replay", "", 3),
+    "one_step_off": ("one_step_off", "", 3),
+    "pass_at_k": ("pass_at_k", "", 3),
     "distill": (
         "distill",
         "--ref-model {teacher} --lr 6e-4 --lr-schedule linear --total-iterations 20 --eval-every 4",
