@@ -120,8 +120,8 @@ def run(name, seed, args):
         completions = sorted(Path(folder, "runs", "run", "completions").glob("eval_*.jsonl"))[-1]
         samples = [json.loads(line) for line in completions.read_text().splitlines()]
     rows[-1]["time/launch_to_exit"] = seconds
-    rows[-1]["eval/characters_sampled"] = statistics.mean(len(row["response_sampled"]) for row in samples)
     if name.startswith("lengths"):  # whose score also counts the length
+        rows[-1]["eval/characters_sampled"] = statistics.mean(len(row["response_sampled"]) for row in samples)
         triples = [[row[key] for row in samples] for key in ("prompt", "response_sampled", "answer")]
         rows[-1]["eval/right_sampled"] = statistics.mean(grpo_llm.gsm8k(*triples))
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,8 @@ import variants
 grpo = load_script(ROOT / "grpo_llm.py")
 NAMES = variants.names()
 ON_PPO = [name for name in NAMES if variants.read_patch(name)[1] == "ppo_llm.py"]
-LONG = {"shared_prompt": (100, 10), "shared_critic": (150, 18)}  # those that may be longer: lines and hunks
+# Those that may have more than 60 changed lines in 10 places.
+LONG = {"shared_critic": (150, 18), "multi_reward": (70, 10)}
 
 
 @pytest.fixture(scope="module")
@@ -848,6 +849,9 @@ def test_top_p_cuts_in_training_alone_and_is_guarded(variant, train, folder, mon
     with pytest.raises(SystemExit):
         train("top_p", top_p=0.0)
     assert "--top-p is 0.0, not finite or below its least value 0.01" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train("top_p", top_p=90.0)
+    assert "--top-p is 90.0, a probability is at most 1" in capsys.readouterr().err
 
     real = algo.sample_tokens
     for change in (lambda x: x * 1.5, lambda x: x / 1.5, lambda x: x + torch.nan):  # a sampler of other probabilities
@@ -1157,6 +1161,12 @@ def classify(monkeypatch):
     reward_model.load.cache_clear()
 
 
+def test_what_a_reward_model_cannot_read_is_named(classify, tmp_path):
+    folder = make_classifier(tmp_path / "rm", "gpt2", "<pad>")
+    with pytest.raises(ValueError, match=r"reads \d+ tokens, a prompt with its response has \d{4,}"):
+        classify(folder, ["short", "abc" * 2000], 4)
+
+
 @pytest.mark.parametrize("arch, pad", [("llama", "<pad>"), ("llama", "<eos>"), ("llama", None), ("gpt2", "<pad>")])
 def test_a_reward_model_scores_as_row_by_row(classify, tmp_path, arch, pad):
     """Rows of unequal lengths, one of them twice; one by one to the bit. Some texts end in the padding token."""
@@ -1297,6 +1307,15 @@ def test_equal_entropies_are_chosen_together(variant):
     entropies = torch.tensor([0.1, 0.9, 0.5, 0.5 + 1e-6, 0.5 - 1e-6, 0.3, 0.2, 0.0, 0.0, 0.0])
     chosen = [int((entropies >= threshold(entropies, share)).sum()) for share in (0.0, 0.12, 0.3, 0.5, 1.0)]
     assert chosen == [1, 4, 4, 5, 10]
+    certain = torch.tensor([5e-6] * 2 + [1e-9] * 8)
+    assert (certain >= threshold(certain, 0.2)).sum() == 2
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_a_share_that_is_none_is_refused(share, train, capsys):
+    with pytest.raises(SystemExit):
+        train("entropy_tokens", entropy_share=share)
+    assert f"--entropy-share is {share}, it should be above 0 and at most 1" in capsys.readouterr().err
 
 
 def test_with_all_tokens_entropy_tokens_is_grpo(train, folder):
@@ -1561,7 +1580,7 @@ def test_a_plain_list_is_grpo(train, folder):
     plain = flags_of("multi_reward", folder) | flags | {"output_dir": str(folder), "run_name": "plain-grpo"}
     for ours, theirs in zip(changed, untimed(read_metrics(grpo.main(grpo.Args(**plain)))), strict=True):
         assert {name: ours[name] for name in theirs} == theirs
-        assert ours.keys() - theirs.keys() <= {"reward/score"}
+        assert ours.keys() - theirs.keys() <= {"score/score", "eval/score/score", "eval/score_sampled/score"}
 
 
 def test_every_score_is_logged_evaluated_and_written(train, named, folder, tmp_path):
@@ -1569,10 +1588,12 @@ def test_every_score_is_logged_evaluated_and_written(train, named, folder, tmp_p
     flags |= {"eval_dataset": f"{folder}/test.jsonl"}
     metrics = train("multi_reward", reward=named("letters", LETTERS), run_name="run", **flags)
     for m in metrics[1:]:
-        assert m["reward/early"] + m["reward/size"] == pytest.approx(m["reward/mean"], abs=1e-6)
+        of_kl = 2 * 0.1 * m["kl/mean"] * m["response/length_mean"]  # taken from each score
+        assert m["reward/total_mean"] == pytest.approx(m["reward/mean"] - of_kl, abs=1e-5)
+        assert m["score/early"] + m["score/size"] == pytest.approx(m["reward/mean"], abs=1e-6)
     for m in (metrics[0], metrics[3]):
         for kind in ("", "_sampled"):
-            parts = [m[f"eval/{name}{kind}"] for name in ("early", "size")]
+            parts = [m[f"eval/score{kind}/{name}"] for name in ("early", "size")]
             assert sum(parts) == pytest.approx(m[f"eval/score{kind}"], abs=1e-6) and min(parts) > 0
     rows = [json.loads(line) for line in (tmp_path / "run/completions/eval_000003.jsonl").read_text().splitlines()]
     for row in rows:
@@ -1585,7 +1606,7 @@ def test_every_score_is_logged_evaluated_and_written(train, named, folder, tmp_p
     rows = [json.loads(line) for line in lines]
     for name in ("early", "size"):
         scores = [row[f"score/{name}"] for row in rows]
-        assert statistics.mean(scores) == pytest.approx(metrics[3][f"reward/{name}"], abs=1e-6)
+        assert statistics.mean(scores) == pytest.approx(metrics[3][f"score/{name}"], abs=1e-6)
         penalty = [row[f"score/{name}"] - len(row["response"]) / 99 for row in rows]
         assert name == "early" or {round(p, 4) for p in penalty} == {0.0, -0.25}  # of a truncated one each loses it
     assert all(row["score"] == pytest.approx(row["score/early"] + row["score/size"], abs=1e-6) for row in rows)
@@ -1596,8 +1617,10 @@ def test_a_bad_score_is_refused_by_its_name(body, train, named, capsys):
     with pytest.raises(SystemExit):
         train("multi_reward", reward=named("bad", f'{{"good": [1.0] * len(prompts), "bad": {body}}}'))
     assert "the reward bad should give 16 finite numbers" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="zip"):
-        train("multi_reward", reward=named("good", '{"good": [1.0] * len(prompts)}'), reward_weights=(1.0, 2.0))
+    for weights in (1.0, 2.0), (math.nan,), (0.0,):
+        with pytest.raises(SystemExit):
+            train("multi_reward", reward=named("good", '{"good": [1.0] * len(prompts)}'), reward_weights=weights)
+        assert "--reward-weights should be a finite number for each of ['good']" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ bfloat16. Data without reference answers: --answer-column None.
 """
 
 import functools
+import math
 import os
 
 import torch
@@ -53,6 +54,10 @@ def reward_model(prompts, responses, answers, messages):
     # Each text once, so that equal responses have equal scores: in another batch a score differs by rounding.
     rows = {text: tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"] for text in texts}
     order = sorted(rows, key=lambda text: len(rows[text]))
+    longest = max(map(len, rows.values()), default=0)
+    limit = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", math.inf))
+    if longest > limit:
+        raise ValueError(f"REWARD_MODEL {NAME} reads {limit} tokens, a prompt with its response has {longest}")
     pad = model.config.get_text_config().pad_token_id  # what the classifier itself takes for padding
     size = 1 if pad is None else int(os.environ.get("REWARD_BATCH", "16"))
     scores = {}
