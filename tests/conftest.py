@@ -300,6 +300,8 @@ def start(script, fields, processes=2, launcher=("accelerate", "launch"), machin
     command += [*machine, str(script), *as_flags(fields)]  # of a flag that comes twice the last one counts
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | options.pop("env", {})
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    # Tests in the background of a shell are deaf to SIGINT, and what they start would be, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(command, env=env, **pipes | options)
 
 
