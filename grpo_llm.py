@@ -217,10 +217,10 @@ def main(args: Args):
     reward_function = load_reward(args.reward)
 
     def wrap(module):
-        """DDP around a module that is trained; a frozen one is only moved to the device. Both get autocast. train() is
-        for gradient checkpointing: there is no dropout."""
+        """Makes a module, trained or frozen, ready for all ranks. train() is for gradient checkpointing alone."""
         if args.gradient_checkpointing:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # DDP around what is trained; what is frozen is only moved to the device. Both get autocast.
         frozen = not any(p.requires_grad for p in module.parameters())
         return accelerator.prepare_model(module.train(), evaluation_mode=frozen)
 
@@ -272,8 +272,8 @@ def main(args: Args):
         What an environment adds, or a second turn, goes in here: append to the prompts, `generate` again, and return
         one Response per row whose inserted tokens have log-prob NOT_SAMPLED.
         """
-        responses = []
         with accelerator.autocast():
+            responses = []
             for first in range(0, len(rows), args.rollout_batch_size):
                 part = slice(first, first + args.rollout_batch_size)
                 prompts = [row["input_ids"] for row in rows[part]]
