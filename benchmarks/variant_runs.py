@@ -77,6 +77,8 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "sequence-one": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:one_score", 3),
     "sequence-all": ("ppo_llm", f"{SEQUENCE} --reward benchmarks/tasks.py:all_or_nothing", 3),
     "shared_critic": ("shared_critic", "", 3),
+    "fp16": ("fp16", "", 3),
+    "vllm": ("vllm", "", 2),  # in an environment that has it
     "lengths-gdpo": ("multi_reward", f"{TWO_REWARDS}:right_and_near", 3),
     "lengths-summed": ("grpo_llm", f"{TWO_REWARDS}:right_plus_near", 3),
     "lengths-free": ("grpo_llm", LENGTHS, 3),

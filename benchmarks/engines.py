@@ -1,0 +1,227 @@
+"""vLLM beside `generate`, on this machine: benchmarks/results/engines/. Needs an environment with vLLM (the guide).
+
+    python benchmarks/engines.py precision     how far sampler and training pass are apart, in three precisions
+    python benchmarks/engines.py cost          rollout, hand-over of the weights and memory, at three sizes
+    python benchmarks/engines.py table         README.md of both
+
+`precision`: the embedded model answers its test questions at temperature 1; then the training pass computes the
+log-probs of what was sampled, in the same precision. `cost`: iterations of grpo_llm.py and of the variant `vllm`, in
+turns, of random models of Qwen2's kind; the hand-over is what vLLM's own log says.
+"""
+
+import argparse
+import csv
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "engines"
+sys.path[:0] = str(ROOT), str(ROOT / "notes")
+import plot  # noqa: E402
+import variants  # noqa: E402
+
+import grpo_llm as algo  # noqa: E402
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SIZES = {"0.86M": {}, "5M": {"width": 256, "layers": 5}, "50M": {"width": 640, "layers": 8}}
+COST = "--batch-size 8 --group-size 8 --minibatch-size 64 --max-response-length 48 --eval-rows 0 --eval-every 0"
+COST += " --save-every 0 --total-iterations 4 --kl-loss-coef 0 --track none --dtype float32"
+
+GAPS = """Made by `python benchmarks/engines.py` on a CPU, one thread: vLLM 0.32.0 (`tests/vllm.txt`) beside `generate`.
+Logs of that environment: [the tests](test_vllm.log), [a run on two processes](two_processes.log).
+
+## Sampler against training pass
+
+Answers of the embedded model to its 500 test questions at temperature 1; three seeds of the noise, lowest and highest.
+`lost`: 1 minus the effective share of the tokens, or of the responses, if each was weighed by its probability ratio.
+
+| sampler | precision | mean gap | of tokens below .99 | largest gap | lost, tokens | lost, responses |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+SPENT = """
+## Cost
+
+64 responses of at most 48 tokens, float32; a rollout of `vllm` has the hand-over in it. Seconds by the clock, both
+samplers in turns; medians, lowest and highest of the rounds, on a machine that had other work, too. Memory: the most
+that the process held, with a training step and, for vLLM, a cache of 0.25 GiB.
+
+| parameters | sampler | rollout, s | hand-over, s | resident, GiB |
+| --- | --- | --- | --- | --- |
+"""
+
+
+def by_generate(model, prompts, uniforms, eos_ids, dtype):
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        return algo.generate(model, prompts, uniforms, eos_ids, 1.0)
+
+
+def by_vllm(engine, prompts, uniforms, eos_ids):
+    """As the variant asks for it."""
+    from vllm import SamplingParams, TokensPrompt
+
+    options = {"max_tokens": uniforms.shape[1], "logprobs": 0, "stop_token_ids": eos_ids, "ignore_eos": True}
+    params = [SamplingParams(seed=int(row[0] * 2**31), detokenize=False, **options) for row in uniforms]
+    responses = []
+    for request in engine.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False):
+        ids = list(request.outputs[0].token_ids)
+        logprobs = [found[token].logprob for token, found in zip(ids, request.outputs[0].logprobs)]
+        responses.append(algo.Response(ids, logprobs, ids[-1] not in eos_ids))
+    return responses
+
+
+def start_engine(folder, precision):
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    from vllm import LLM
+
+    options = {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": 2**28}
+    return LLM(folder, dtype=precision, logprobs_mode="processed_logprobs", max_model_len=256, **options)
+
+
+def ess(weights):
+    return (weights.mean() ** 2 / weights.square().mean()).item()
+
+
+def precision(args):
+    """A line for each sampler, precision and seed of the noise."""
+    folder = str(ROOT / "benchmarks" / "tiny" / "model")
+    model = algo.load_model(folder, AutoModelForCausalLM)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    eos_ids = algo.collect_eos_ids(model, tokenizer)
+    questions = [row["question"] for row in map(json.loads, Path(args.questions).read_text().splitlines())]
+    prompts = tokenizer(questions)["input_ids"]
+    rows = [{"input_ids": ids} for ids in prompts]
+    lines = []
+    for name, dtype in PRECISIONS.items():
+        engine = start_engine(folder, name)
+        for sampler in "generate", "vllm":
+            for seed in args.seeds:
+                stream = torch.Generator().manual_seed(seed)
+                uniforms = torch.rand(len(rows), 96, generator=stream, dtype=torch.float64)
+                if sampler == "vllm":
+                    responses = by_vllm(engine, prompts, uniforms, eos_ids)
+                else:
+                    responses = by_generate(model, prompts, uniforms, eos_ids, dtype)
+                tokens, mask, said, lengths = algo.to_batch(rows, responses, "cpu")
+                microbatches = algo.pack(lengths, range(len(rows)), 8192, "cpu")
+                with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                    trained = algo.forward_all(algo.Policy(model, 1.0), [microbatches], tokens, mask)
+                gaps = torch.where(mask, trained - said, 0)
+                unsure = mask & (said < -0.01)
+                line = {"sampler": sampler, "precision": name, "seed": seed, "tokens": mask.sum().item()}
+                line |= {"logprob_diff": gaps[mask].abs().mean().item(), "largest": gaps.abs().max().item()}
+                line |= {"unsure_diff": gaps[unsure].abs().mean().item(), "ess_token": ess(gaps[mask].double().exp())}
+                lines.append(line | {"ess_response": ess(gaps.double().sum(1).exp())})
+                print(lines[-1], flush=True)
+        engine.llm_engine.engine_core.shutdown()
+    write(args.results / "precision.csv", lines)
+
+
+def make_model(folder, width, layers):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "benchmarks" / "tiny" / "model")
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": width // 32, "num_key_value_heads": width // 32, "tie_word_embeddings": True}
+    config = Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes, **heads)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def measure(script, words, folder):
+    """(seconds of a rollout, of a hand-over, GiB of resident memory) of a run; medians without its first."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "INFO"}
+    words = [*words, "--output-dir", folder, "--run-name", "run"]
+    log = Path(folder, "log")
+    with log.open("w") as file:
+        process = subprocess.Popen([sys.executable, script, *words], env=environment, stdout=file, stderr=file)
+        _, code, usage = os.wait4(process.pid, 0)
+    assert code == 0, log.read_text()[-3000:]
+    seconds = [float(x) for x in re.findall(r"processing weights took ([\d.]+) seconds", log.read_text())]
+    rollouts = [row["time/rollout"] for row in plot.read_run(Path(folder, "run")) if "time/rollout" in row]
+    return statistics.median(rollouts[1:]), statistics.median(seconds[1:] or [0]), usage.ru_maxrss / 2**20
+
+
+def cost(args):
+    lines = []
+    with tempfile.TemporaryDirectory() as top:
+        Path(top, "benchmarks").symlink_to(ROOT / "benchmarks")
+        scripts = {"generate": ROOT / "grpo_llm.py", "vllm": Path(top, "vllm_llm.py")}
+        scripts["vllm"].write_text(variants.patched("vllm"))
+        for size, options in SIZES.items():
+            words = COST.split()
+            if options:
+                make_model(f"{top}/{size}", **options)
+                tiny = ROOT / "benchmarks" / "tiny"
+                words += ["--model", f"{top}/{size}", "--dataset", f"{tiny}/train.jsonl", "--prompt-suffix", ""]
+                words += ["--eval-dataset", f"{tiny}/test.jsonl"]
+            for round_number in range(1, args.rounds + 1):
+                for sampler, script in scripts.items():
+                    flags = words + (["--cache-gib", "0.25"] if sampler == "vllm" else [])
+                    with tempfile.TemporaryDirectory() as folder:
+                        rollout, hand_over, memory = measure(script, flags, folder)
+                    line = {"size": size, "sampler": sampler, "round": round_number, "rollout_s": round(rollout, 3)}
+                    lines.append(line | {"hand_over_s": hand_over, "resident_gib": round(memory, 3)})
+                    print(lines[-1], flush=True)
+    write(args.results / "cost.csv", lines)
+
+
+def write(path, lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def table(args):
+    """Lowest and highest over the seeds; medians over the rounds."""
+    text = GAPS
+    metrics = "logprob_diff", "unsure_diff", "largest", "ess_token", "ess_response"
+    for key, rows in grouped(args.results / "precision.csv", "sampler", "precision"):
+        cells = list(key)
+        for metric in metrics:
+            values = [1 - float(row[metric]) if "ess" in metric else float(row[metric]) for row in rows]
+            cells.append(f"{min(values):.1e} to {max(values):.1e}")
+        text += f"| {' | '.join(cells)} |\n"
+    text += SPENT
+    for key, rows in grouped(args.results / "cost.csv", "size", "sampler"):
+        cells = list(key)
+        for metric in "rollout_s", "hand_over_s", "resident_gib":
+            values = [float(row[metric]) for row in rows]
+            cells.append(f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})")
+        text += f"| {' | '.join(cells)} |\n"
+    (args.results / "README.md").write_text(text)
+    print(text)
+
+
+def grouped(path, *names):
+    """[(values of these columns, rows that have them)], in the order of the file."""
+    groups = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups.items()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("precision", "cost", "table"))
+    parser.add_argument("--questions", default=str(ROOT / "benchmarks" / "tiny" / "test.jsonl"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    {"precision": precision, "cost": cost, "table": table}[args.command](args)
+
+
+if __name__ == "__main__":
+    main()
