@@ -1,0 +1,75 @@
+"""Reward: the verifier of a task of the library reasoning-gym, which makes over 100 kinds of them. First, the data:
+
+    pip install -e '.[tasks]'
+    python notes/variants/gym_tasks.py chain_sum --folder runs/sums --train 5000 --test 300 --config '{"max_terms": 3}'
+    accelerate launch grpo_llm.py --dataset runs/sums/train.jsonl --eval-dataset runs/sums/test.jsonl
+        --reward notes/variants/gym_tasks.py:gym_tasks --prompt-suffix ' End with "####" and the answer.' ...
+
+A row's column `entry` is what the verifier needs, as text: entries hold what a table cannot. An answer is what follows
+the last "####". Several verifiers give a part of 1, some to any answer of the right form; that of
+game_of_life_halting (0.1.25) gives 1 to any answer. Read a task before its curve.
+
+At least nine run an answer as Python, or let sympy do so (binary_matrix, n_queens, spiral_matrix, string_insertion;
+countdown, puzzle24, polynomials and integrals): train on those where a model's code may do no harm.
+
+Measured: letter_counting with the embedded model, one seed, 40 iterations: sampled .095 to .315, by always saying 1.
+
+The file may not be called reasoning_gym.py: Python would then find it where it looks for the library.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import tyro
+from math_verify.utils import TimeoutException, timeout
+from reasoning_gym import create_dataset
+
+
+def marked(value):
+    """With JSON's lists for their tuples, the verifiers of arc_agi and rearc would find no answer right."""
+    if isinstance(value, dict):
+        return {key: marked(x) for key, x in value.items()}
+    if isinstance(value, tuple):
+        return {"tuple": [marked(x) for x in value]}
+    return [marked(x) for x in value] if isinstance(value, list) else value
+
+
+@functools.cache
+def dataset(task, options):
+    return create_dataset(task, **json.loads(options))
+
+
+@timeout(2)  # seconds: 9**9**9**9 would be computed
+def verified(response, entry):
+    _, mark, answer = response.rpartition("####")
+    verifier = dataset(entry["metadata"]["source_dataset"], entry["options"])
+    return float(verifier.score_answer(answer.strip(), entry=entry)) if mark else 0.0
+
+
+def gym_tasks(prompts, responses, answers, entry):
+    scores = []
+    for response, text in zip(responses, entry):
+        unmarked = json.loads(text, object_hook=lambda value: tuple(value["tuple"]) if "tuple" in value else value)
+        try:
+            scores.append(verified(response, unmarked))
+        except (Exception, TimeoutException):  # a hundred verifiers, not all of which can read whatever a model writes
+            scores.append(0.0)
+    return scores
+
+
+def write(task: tyro.conf.Positional[str], folder: Path, train: int = 5000, test: int = 300, config: str = "{}"):
+    """Writes `folder`/train.jsonl and test.jsonl. config: options of the task as JSON, {"seed": 1} among them."""
+    options = {"seed": 1} | json.loads(config) | {"size": train + test}
+    rows = {}  # by their questions, so that train and test share none
+    for entry in create_dataset(task, **options):
+        text = json.dumps(marked(entry | {"options": json.dumps(options)}))
+        rows[entry["question"]] = {"question": entry["question"], "answer": entry["answer"], "entry": text}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in ("test", [*rows.values()][:test]), ("train", [*rows.values()][test:]):
+        folder.joinpath(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        print(f"{folder}/{name}.jsonl: {len(part)} rows")
+
+
+if __name__ == "__main__":
+    tyro.cli(write)
