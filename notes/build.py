@@ -306,7 +306,8 @@ def with_links(text, source, pages, docs):
 def write_pages(docs):
     """Fills the folder that mkdocs reads, all pages side by side. Returns its navigation."""
     first, second, *others = sorted(NOTES.glob("[0-9]*.md"))
-    chapters = [first, NOTES / "walk.md", second, WEB / "sliders.md", *others, NOTES / "guide.md"]
+    how = NOTES / "guide.md", NOTES / "real-run.md"
+    chapters = [first, NOTES / "walk.md", second, WEB / "sliders.md", *others, *how]
     pages = {WEB / "home.md": "index.md", NOTES / "README.md": "notes.md", ROOT / "README.md": "project.md"}
     pages |= {path: path.name for path in chapters} | {ROOT / f"{name}.py": f"{name}.md" for name in SCRIPTS}
     pages |= {NOTES / f"{name}.diff": f"{name}.md" for name in DIFFS}

@@ -292,12 +292,16 @@ def forked(script, fields, processes=2, **options):
 
 
 def start(script, fields, processes=2, launcher=("accelerate", "launch"), machine=(), **options):
-    """A launch as the README has it, output in one pipe: the Popen object. machine: words for one of several."""
+    """A launch as the README has it, output in one pipe: the Popen object. fields: of Args, or words as they stand.
+
+    machine: words for one of several.
+    """
     program = str(Path(sys.executable).with_name(launcher[0]))
     command = [program, *launcher[1:], "--num_processes", str(processes), "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     command += ["--multi_gpu"] if processes > 1 else []
-    command += [*machine, str(script), *as_flags(fields)]  # of a flag that comes twice the last one counts
+    words = as_flags(fields) if isinstance(fields, dict) else fields
+    command += [*machine, str(script), *words]  # of a flag that comes twice the last one counts
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | options.pop("env", {})
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     # Tests in the background of a shell are deaf to SIGINT, and what they start would be, too.

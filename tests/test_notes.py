@@ -15,7 +15,7 @@ from conftest import ROOT, TOY_REWARD, forked, make_model, toy_rows, write_rows
 from test_project import CEILINGS, check_flags, load_benchmark, load_script
 
 NOTES = sorted((ROOT / "notes").glob("[0-9]*.md"))
-MORE = [ROOT / "notes" / f"{name}.md" for name in ("README", "walk", "guide")]
+MORE = [ROOT / "notes" / f"{name}.md" for name in ("README", "walk", "guide", "real-run")]
 PAGES = [*NOTES, *MORE, ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
 CHAPTERS = range(1, 15)
 
@@ -277,7 +277,7 @@ def test_every_metric_of_a_run_is_in_the_debugging_note():
     assert set(re.findall(r"(?m)^\| `(\w+/\w+)` \|", text)) <= names  # and its table has no other
 
 
-@pytest.mark.parametrize("path", NOTES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*NOTES, ROOT / "notes" / "real-run.md"], ids=lambda path: path.stem)
 def test_formulas_survive_github(path):
     """Markdown reads them first: \\, would become a comma, }_ may begin an emphasis, ]( is a link."""
     text = re.sub(r"`[^`\n]*`", "", prose(path))
