@@ -1,5 +1,6 @@
 """Figures of note 6 (three policies): python notes/figures/06.py"""
 
+import csv
 import math
 from pathlib import Path
 
@@ -70,8 +71,31 @@ def time_line():
     figure.savefig(FIGURES / "policies.png", dpi=110, facecolor="white", bbox_inches="tight")
 
 
+def precision():
+    """How far sampler and training pass are apart: benchmarks/engines.py precision, a dot for each seed."""
+    with open(FIGURES.parent.parent / "benchmarks" / "results" / "engines" / "precision.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
+    kinds = ["float32", "bfloat16", "float16"]
+    for sampler, shift, colour, marker in ("generate", -0.12, "#1f6bc2", "o"), ("vllm", 0.12, "#c25e00", "s"):
+        mine = [row for row in rows if row["sampler"] == sampler]
+        places = [kinds.index(row["precision"]) + shift for row in mine]
+        look = {"color": colour, "marker": marker, "ls": "", "ms": 6, "alpha": 0.8, "label": sampler}
+        axes[0].plot(places, [float(row["logprob_diff"]) for row in mine], **look)
+        axes[1].plot(places, [1 - float(row["ess_response"]) for row in mine], **look)
+    axes[0].set_title("mean difference of a token's log-prob", fontsize=10)
+    axes[1].set_title("share of the batch lost to weights per response", fontsize=10)
+    for one in axes:
+        one.set(yscale="log", xticks=range(3), xticklabels=kinds, xlim=(-0.5, 2.5))
+        one.grid(axis="y", alpha=0.3)
+    axes[0].legend(frameon=False, loc="upper right")
+    figure.tight_layout()
+    figure.savefig(FIGURES / "precision.png", dpi=110, facecolor="white")
+
+
 def main():
     time_line()
+    precision()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
     lengths = [10, 20, 50, 100, 200, 500, 1000, 2000]
     looks = {("token", 2.0): ("C0", "o"), ("sequence", 2.0): ("C1", "s"), ("sequence", 1e9): ("C2", "^")}
