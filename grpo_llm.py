@@ -232,7 +232,7 @@ def main(args: Args):
     policy_optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=args.weight_decay, fused=True)
     trainees = {"policy": (policy_model, policy_optimizer)}
 
-    use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.3]
+    use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.6]
     reference = policy  # unused without a KL; with LoRA the same weights, the adapter switched off in phase 3
     if use_reference and args.lora_rank == 0:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
@@ -387,7 +387,7 @@ def main(args: Args):
                 mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
                 mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], args.clip_low, args.clip_high)
                 if args.entropy_coef:
-                    mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.8]
+                    mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.9]
                 if args.kl_loss_coef:
                     mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb], args.kl_loss_kind)
                     mb_losses = mb_losses + args.kl_loss_coef * mb_kl
@@ -487,7 +487,7 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
     return tensor
 
 
-def make_response_mask(responses, eos_ids):  # [1.6]
+def make_response_mask(responses, eos_ids):  # [1.10]
     """responses (B,T) -> (B,T) bool: true up to and including the first EOS id; all true in a row that has none."""
     is_eos = torch.isin(responses, responses.new_tensor(eos_ids))
     earlier = is_eos.cumsum(1) - is_eos.long()  # how many before this token
@@ -664,7 +664,7 @@ class Policy(nn.Module):
         """tokens, mask (B,L) -> logprobs, entropy (B,L) in fp32, 0 outside the mask."""
         actions = mask.nonzero(as_tuple=True)  # (n,) twice; a mask as index would keep a GPU waiting at each use
         hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state[actions]  # (n,H) of the actions alone
-        labels = tokens.roll(-1, 1)[actions]  # [1.7] the one shift: state i predicts token i+1
+        labels = tokens.roll(-1, 1)[actions]  # [1.11] the one shift: state i predicts token i+1
         # Logits exist for a chunk at a time; the backward pass computes them again.
         size = max(1, self.chunk_elements // self.model.config.get_text_config().vocab_size)
         chunks = zip(hidden.split(size), labels.split(size))

@@ -7,10 +7,10 @@ better than the critic expected. With the answer's tokens as actions a_t, the te
     advantage       A_t   = sum_l (gamma*lam)^l * delta_{t+l},  delta_t = r_t + gamma*V(s_{t+1}) - V(s_t)  (1506.02438)
     ratio           rho_t = pi(a_t|s_t) / pi_old(a_t|s_t)
     actor loss            = mean over tokens of [max(-A*rho, -A*clip(rho, 1-lo, 1+hi)) - c_H*H + c_KL*KL]  (1707.06347)
-    critic loss           = mean over tokens of 1/2*(V(s_t) - R_t)^2,  R_t = A_t + V_old(s_t)
+    critic loss           = mean over tokens of 1/2*(V(s_t) - G_t)^2,  G_t = A_t + V_old(s_t)
 
 Departures from the papers: actor and critic share no weights (each has its own optimizer), and the critic begins as the
-policy's model with a zero head; advantages are whitened, after the returns R are taken, over the whole batch, on all
+policy's model with a zero head; advantages are whitened, after the returns G are taken, over the whole batch, on all
 processes together; one denominator per optimizer step, so that a token weighs the same whatever the micro-batch or
 process count (--loss-agg has other means).
 
@@ -256,7 +256,7 @@ def main(args: Args):
     critic_optimizer = torch.optim.AdamW(critic.parameters(), weight_decay=args.weight_decay, fused=True)
     trainees["critic"] = (critic_model, critic_optimizer)
 
-    use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.3]
+    use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.6]
     reference = policy  # unused without a KL; with LoRA the same weights, the adapter switched off in phase 3
     if use_reference and args.lora_rank == 0:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
@@ -415,7 +415,7 @@ def main(args: Args):
                 mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
                 mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], args.clip_low, args.clip_high)
                 if args.entropy_coef:
-                    mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.8]
+                    mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.9]
                 if args.kl_loss_coef:
                     mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb], args.kl_loss_kind)
                     mb_losses = mb_losses + args.kl_loss_coef * mb_kl
@@ -534,7 +534,7 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
     return tensor
 
 
-def make_response_mask(responses, eos_ids):  # [1.6]
+def make_response_mask(responses, eos_ids):  # [1.10]
     """responses (B,T) -> (B,T) bool: true up to and including the first EOS id; all true in a row that has none."""
     is_eos = torch.isin(responses, responses.new_tensor(eos_ids))
     earlier = is_eos.cumsum(1) - is_eos.long()  # how many before this token
@@ -640,7 +640,7 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
 
 
 def value_loss(values, returns):  # [2.8]
-    """1/2*(V - R)^2 for each token, any shape."""
+    """1/2*(V - G)^2 for each token, any shape."""
     return (values - returns).square() / 2
 
 
@@ -712,7 +712,7 @@ class Policy(nn.Module):
         """tokens, mask (B,L) -> logprobs, entropy (B,L) in fp32, 0 outside the mask."""
         actions = mask.nonzero(as_tuple=True)  # (n,) twice; a mask as index would keep a GPU waiting at each use
         hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state[actions]  # (n,H) of the actions alone
-        labels = tokens.roll(-1, 1)[actions]  # [1.7] the one shift: state i predicts token i+1
+        labels = tokens.roll(-1, 1)[actions]  # [1.11] the one shift: state i predicts token i+1
         # Logits exist for a chunk at a time; the backward pass computes them again.
         size = max(1, self.chunk_elements // self.model.config.get_text_config().vocab_size)
         chunks = zip(hidden.split(size), labels.split(size))
@@ -740,7 +740,7 @@ def load_critic(name, lora_rank):
     return add_lora(model, lora_rank, task_type="TOKEN_CLS", exclude_modules=heads, modules_to_save=heads)
 
 
-class Critic(nn.Module):  # [1.9]
+class Critic(nn.Module):  # [1.7]
     """Value of the state *before* each action: a transformer backbone with a scalar head on every position."""
 
     def __init__(self, model):

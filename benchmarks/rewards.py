@@ -8,7 +8,11 @@ A reward file is code you chose to run. Its functions take lists of equal length
 import functools
 import os
 import re
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from grpo_llm import gsm8k
 
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)*")
 
@@ -23,6 +27,11 @@ def exact(prompts, responses, answers):
                 f"exact compares texts: the reference answer {answer!r}, a {kind}, should be a text in the data"
             )
     return [float(response.strip() == str(answer).strip()) for response, answer in zip(responses, answers)]
+
+
+def ten_or_eleven(prompts, responses, answers):
+    """gsm8k's 0 and 1 with another zero: what a policy gradient without a baseline makes of that (chapter 1)."""
+    return [10 + score for score in gsm8k(prompts, responses, answers)]
 
 
 @functools.cache

@@ -48,6 +48,8 @@ LENGTHS += " --eval-dataset benchmarks/tiny/test.jsonl --max-response-length 144
 LENGTHS += ' --total-iterations 60 --microbatch-tokens 2048 --prompt-suffix ""'
 TWO_REWARDS = f"{LENGTHS} --total-iterations 20 --eval-rows 200 --reward benchmarks/tasks.py"
 CONTROL = f"{LENGTHS} --reward notes/variants/length_control.py:length_control"
+REINFORCE = f"{ONE_STEP} --kl-reward-coef 0 --lam 1 --critic-lr 0"  # the values stay 0
+TEN = "--reward benchmarks/rewards.py:ten_or_eleven"  # gsm8k with another zero
 EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "ppo": ("ppo_llm", "", 3),
     "ppo-1step": ("ppo_llm", ONE_STEP, 3),
@@ -55,6 +57,11 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "plain_pg": ("plain_pg", "", 3),
     "plain_pg-1step": ("plain_pg", ONE_STEP, 3),
     "plain_pg-epochs4": ("plain_pg", EPOCHS, 3),
+    "ppo-epochs4-ratio": ("ppo_llm", f"{EPOCHS} --clip-low 1 --clip-high 1e9", 3),  # which is no clip
+    "reinforce": ("plain_pg", f"{REINFORCE} --no-whiten-advantages", 3),
+    "reinforce-ten": ("plain_pg", f"{REINFORCE} --no-whiten-advantages {TEN}", 3),
+    "reinforce-ten-mean": ("plain_pg", f"{REINFORCE} {TEN}", 3),
+    "reinforce-mean": ("plain_pg", REINFORCE, 3),
     "vc_ppo": ("vc_ppo", "--total-iterations 50", 3),
     "grpo": ("grpo_llm", "", 3),
     "cispo": ("cispo", "", 3),

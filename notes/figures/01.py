@@ -1,8 +1,9 @@
-"""Figures of note 1: `python notes/figures/01.py` writes notes/figures/{phases,token_table,credit}.png.
+"""Figures of note 1, `python notes/figures/01.py`: phases, token_table, credit, clip, noise, wall_*, hacking, group.
 
 The numbers of token_table.png go to notes/web/response.js, too: the site has them with sliders.
 """
 
+import csv
 import json
 import sys
 from itertools import pairwise
@@ -242,7 +243,134 @@ def credit():
     save(figure, "credit")
 
 
+def clip():
+    """Loss of one token against its ratio, as in PPO's paper, figure 1, but with the sign of a loss."""
+    from ppo_llm import policy_loss
+
+    figure, panels = plt.subplots(1, 2, figsize=(7.6, 2.7), sharex=True)
+    ratio = torch.linspace(0.4, 1.8, 500)
+    for axes, advantage in zip(panels, (1.0, -1.0)):
+        losses, _ = policy_loss(ratio.log(), torch.zeros(500), torch.full((500,), advantage), 0.2, 0.2)
+        axes.plot(ratio, -advantage * ratio, color="#888888", lw=1, ls=":", label="without the clip")
+        axes.plot(ratio, losses, "k-", lw=1.8, label="with it")
+        flat = (1.2, 1.8) if advantage > 0 else (0.4, 0.8)
+        axes.axvspan(*flat, facecolor="#e6e6e6", lw=0)
+        axes.text(sum(flat) / 2, -0.72 if advantage > 0 else 1.4, "no gradient", ha="center", fontsize=8.5)
+        axes.plot(1, -advantage, "ko", ms=5)
+        axes.set(xlim=(0.4, 1.8), xlabel="ratio", ylabel="loss of the token")
+        axes.set_xticks([0.4, 0.6, 0.8, 1, 1.2, 1.4, 1.6, 1.8])
+        axes.legend(fontsize=8, loc="lower left" if advantage > 0 else "lower right")
+        axes.set_title("a good token (A = 1)" if advantage > 0 else "a bad token (A = -1)", fontsize=10)
+    figure.tight_layout()
+    save(figure, "clip")
+
+
+def noise():
+    """Variance of a batch's gradient by baseline, over that with the batch's mean: benchmarks/walls.py noise."""
+    with open(ROOT / "benchmarks" / "results" / "walls" / "noise.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+
+    def variances(policy, baseline):
+        return [float(row["variance"]) for row in rows if (row["policy"], row["baseline"]) == (policy, baseline)]
+
+    figure, axes = plt.subplots(figsize=(6.2, 2.2))
+    ticks = []
+    looks = (
+        ("none, scores 10 and 11", "#d62728"),
+        ("none", "black"),
+        ("batch mean", "#1f77b4"),
+        ("group mean", "#2ca02c"),
+    )
+    for policy, words in ("start", "at the start"), ("later", "later"):
+        for baseline, color in looks:
+            found = [x / y for x, y in zip(variances(policy, baseline), variances(policy, "batch mean"))]
+            axes.plot(found, [len(ticks)] * len(found), "o", color=color, ms=6, alpha=0.8)
+            ticks.append(f"{words}: {baseline}")
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(ticks)), ticks, fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="x", which="both", lw=0.3)
+    axes.set_xlabel("variance of the gradient, in units of that with the batch's mean", fontsize=8.5)
+    save(figure, "noise")
+
+
+def wall(name, experiments, title):
+    """Sampled test score against the iteration, a thin line for each seed: experiments of variant_runs.py."""
+    figure, axes = plt.subplots(figsize=(6.2, 2.6))
+    for experiment, (label, color, line) in experiments.items():
+        for path in sorted((ROOT / "benchmarks" / "results" / "variants" / experiment).glob("seed_*.csv")):
+            with path.open(newline="") as file:
+                rows = [row for row in csv.DictReader(file) if row["eval/score_sampled"]]
+            zero = 10 * ("ten" in experiment)
+            points = [(int(row["step"]), float(row["eval/score_sampled"]) - zero) for row in rows]
+            axes.plot(*zip(*points), color=color, ls=line, lw=1.4, marker="o", ms=2.5, label=label)
+            label = None
+    axes.set(xlabel="iteration", ylabel="sampled test score", ylim=(-0.03, 1.03), xlim=(0, 40))
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.set_title(title, fontsize=10)
+    save(figure, name)
+
+
+def read_column(folder, metric):
+    """[(steps, values) of each seed] of a folder of benchmarks/results."""
+    found = []
+    for path in sorted((ROOT / "benchmarks" / "results" / folder).glob("seed_*.csv")):
+        with path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row.get(metric)]
+        found.append(([int(row["step"]) for row in rows], [float(row[metric]) for row in rows]))
+    return found
+
+
+def hacking():
+    """PPO on sad stories with the KL held and without one: score, KL, and share of pairs of words that differ."""
+    metrics = {
+        "reward/mean": "score",
+        "kl/mean": "KL, nats per token",
+        "eval/distinct_bigrams": "distinct pairs of words",
+    }
+    figure, panels = plt.subplots(1, 3, figsize=(8.4, 2.3))
+    for axes, (metric, title) in zip(panels, metrics.items()):
+        for folder, label, color, line in ("ppo-kl-off", "without", "#d62728", "-"), ("ppo", "with", "black", "--"):
+            for steps, values in read_column(f"stories/{folder}", metric):
+                axes.plot(steps, values, color=color, ls=line, lw=1.2, label=label)
+                label = None
+        axes.set_title(title, fontsize=9.5)
+        axes.set_xlabel("iteration", fontsize=8.5)
+        axes.tick_params(labelsize=8)
+    panels[0].legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    save(figure, "hacking")
+
+
+def group():
+    """Sampled test score of PPO and GRPO against the responses that were sampled, five seeds each."""
+    figure, axes = plt.subplots(figsize=(6.2, 2.6))
+    for folder, label, color, line in (
+        ("ppo", "PPO, a critic", "black", "-"),
+        ("grpo", "GRPO, groups of 8", "#1f77b4", "--"),
+    ):
+        for steps, values in read_column(folder, "eval/score_sampled"):
+            axes.plot(
+                [256 * step for step in steps], values, color=color, ls=line, lw=1.2, marker="o", ms=2.5, label=label
+            )
+            label = None
+    axes.set(xlabel="responses sampled", ylabel="sampled test score", ylim=(0, 1.03))
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    save(figure, "group")
+
+
 if __name__ == "__main__":
     phases()
     token_table()
     credit()
+    clip()
+    noise()
+    plain = {"reinforce-ten": ("10 and 11, no baseline", "#d62728", "-")}
+    plain["reinforce-ten-mean"] = ("10 and 11, the batch's mean", "#1f77b4", "--")
+    plain["reinforce"] = ("0 and 1, no baseline", "black", ":")
+    wall("wall_baseline", plain, "one step a batch")
+    steps = {"plain_pg-epochs4": ("neither", "#d62728", "-"), "ppo-epochs4-ratio": ("ratio", "#1f77b4", "--")}
+    steps["ppo-epochs4"] = ("ratio and clip", "black", "-")
+    wall("wall_steps", steps, "sixteen steps a batch")
+    hacking()
+    group()

@@ -1,0 +1,138 @@
+"""Measurements for chapter 1, with notes/tiny_ppo.py: benchmarks/results/walls/.
+
+    python benchmarks/walls.py tiny       three seeds of tiny_ppo.py, 40 iterations each
+    python benchmarks/walls.py noise      how noisy the gradient is with a baseline and without, at two policies
+    python benchmarks/walls.py best       which baseline would leave the least noise
+
+The chapter's learning curves are experiments of variant_runs.py.
+"""
+
+import argparse
+import contextlib
+import csv
+import io
+import re
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "walls"
+sys.path.append(str(ROOT / "notes"))
+import tiny_ppo  # noqa: E402
+
+BATCHES = 16  # of 256 responses each
+GROUP_SIZE = 8
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def tiny(results, seeds):
+    """What tiny_ppo.py prints, as a table for each seed."""
+    for seed in seeds:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            tiny_ppo.main(seed)
+        before, *lines, after = printed.getvalue().splitlines()
+        numbers = [re.findall(r"[\d.]+", line) for line in lines]
+        rows = [dict(zip(("iteration", "score", "kl", "length"), values)) for values in numbers]
+        greedy = [re.search(r"[\d.]+", line)[0] for line in (before, after)]
+        rows = [row | {"greedy": greedy[1] if row is rows[-1] else ""} for row in rows]
+        write(
+            results / f"tiny_{seed}.csv",
+            [{"iteration": 0, "score": "", "kl": "", "length": "", "greedy": greedy[0]}, *rows],
+        )
+        print(f"seed {seed}: greedy {greedy[0]} before, {greedy[1]} after", flush=True)
+
+
+def trained_actor(seed, iterations):
+    """The actor after some iterations of tiny_ppo.py."""
+    kept = []
+    with mock.patch.object(tiny_ppo, "evaluate", lambda model, rows: kept.append(model) or 0.0):
+        tiny_ppo.main(seed, iterations)
+    return kept[-1]
+
+
+def gradient(actor, tokens, mask, advantages):
+    """Of the mean over all tokens of -advantage * log-prob, as one vector. advantages: (B,), one for each response."""
+    actor.zero_grad()
+    num_tokens = mask.sum()
+    for part in torch.arange(len(tokens)).split(64):
+        losses = -advantages[part, None] * tiny_ppo.log_probs(actor, tokens[part])
+        (losses * mask[part]).sum().div(num_tokens).backward()
+    return torch.cat([p.grad.flatten() for p in actor.parameters() if p.grad is not None])
+
+
+def noise(results, seeds):
+    """Variance of the gradient of a batch, and the squared length of its mean, over BATCHES batches."""
+    rows = tiny_ppo.read_rows("train.jsonl")
+    found = []
+    for seed in seeds:
+        for name, iterations in ("start", 0), ("later", 12):
+            actor = trained_actor(seed, iterations)
+            torch.manual_seed(1000 + seed)
+            gradients = {"none": [], "none, scores 10 and 11": [], "batch mean": [], "group mean": []}
+            means = []
+            for _ in range(BATCHES):
+                chosen = torch.randperm(len(rows))[: tiny_ppo.BATCH_SIZE // GROUP_SIZE].repeat_interleave(GROUP_SIZE)
+                batch = [rows[i] for i in chosen]
+                tokens, mask = tiny_ppo.sample(actor, batch)
+                scores = tiny_ppo.score(tokens, mask, batch)
+                means.append(scores.mean().item())
+                groups = scores.view(-1, GROUP_SIZE)
+                by_group = (groups - groups.mean(1, keepdim=True)).flatten()
+                for baseline, advantages in zip(gradients, (scores, scores + 10, scores - scores.mean(), by_group)):
+                    gradients[baseline].append(gradient(actor, tokens, mask, advantages))
+            for baseline, vectors in gradients.items():
+                stacked = torch.stack(vectors)
+                variance = stacked.var(0).sum().item()
+                signal = stacked.mean(0).square().sum().item() - variance / BATCHES  # the mean has noise, too
+                line = {"policy": name, "seed": seed, "score": round(sum(means) / BATCHES, 3), "baseline": baseline}
+                line |= {"variance": variance, "signal": signal, "ratio": round(variance / signal, 2)}
+                found.append(line)
+                print(line, flush=True)
+    write(results / "noise.csv", found)
+
+
+def best(results, seeds):
+    """The baseline of least variance, E[R |g|^2] / E[|g|^2], g the gradient of a response's log-prob; untrained."""
+    rows = tiny_ppo.read_rows("train.jsonl")
+    found = []
+    for seed in seeds:
+        actor = trained_actor(seed, 0)
+        torch.manual_seed(2000 + seed)
+        batch = [rows[i] for i in torch.randperm(len(rows))[: tiny_ppo.BATCH_SIZE]]
+        tokens, mask = tiny_ppo.sample(actor, batch)
+        scores = tiny_ppo.score(tokens, mask, batch)
+        squares = []
+        for row_tokens, row_mask in zip(tokens.split(1), mask.split(1)):
+            g = gradient(actor, row_tokens, row_mask, torch.ones(1)) * row_mask.sum()  # not of the mean over its tokens
+            squares.append(g.square().sum())
+        squares = torch.stack(squares)
+        line = {"seed": seed, "score": scores.mean().item(), "right": squares[scores == 1].mean().item()}
+        line |= {"wrong": squares[scores == 0].mean().item(), "best": ((scores * squares).sum() / squares.sum()).item()}
+        found.append({key: round(value, 4) for key, value in line.items()})
+        print(found[-1], flush=True)
+    write(results / "best.csv", found)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["tiny", "noise", "best"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    {"tiny": tiny, "noise": noise, "best": best}[args.what](args.results, args.seeds)
+
+
+if __name__ == "__main__":
+    main()
