@@ -2,14 +2,12 @@
 
     python notes/refresh.py             (a test fails when it would change something)
 
-It writes the two diffs, the places of the tags `# [N.M]` under the heading of section N.M, and the excerpts of walk.md:
-below `<!-- code: START -->` the loop of ppo_llm.py from the line that begins so to the next such mark, below
-`<!-- function: NAME -->` a function of it, below `<!-- hunk NAME: KEY -->` the hunk of a diff in which KEY is; for *
-all that no mark names.
+It writes the two diffs and the excerpts of walk.md: below `<!-- code: START -->` the loop of ppo_llm.py from the line
+that begins so to the next such mark, below `<!-- function: NAME -->` a function of it, below `<!-- hunk NAME: KEY -->`
+the hunk of a diff in which KEY is; for * all that no mark names.
 """
 
 import ast
-import functools
 import re
 import subprocess
 import textwrap
@@ -20,7 +18,7 @@ ROOT = NOTES.parent
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 DIFFS = {"ppo_to_grpo": ("ppo_llm", "grpo_llm"), "ppo_to_ppo_fsdp": ("ppo_llm", "ppo_llm_fsdp")}
 TAG = re.compile(r"# \[(\d+\.\d+)\]")
-SECTION = re.compile(r"(?m)^## (\d+\.\d+) (.*)\n(\n\*In the code: .*\*\n)?")
+SECTION = re.compile(r"(?m)^## (\d+\.\d+) (.*)$")
 
 
 def places(script):
@@ -45,50 +43,11 @@ def by_tag():
     return result
 
 
-def links(spots, script):
-    """Links to lines of one script: what they are in, and their number."""
-    return ", ".join(f"[`{name}` {number}](../{script}.py#L{number})" for number, name in spots)
-
-
-@functools.cache
-def bodies(script):
-    """{number of the line on which a function or class begins: its source}"""
-    source = (ROOT / f"{script}.py").read_text()
-    lines, nodes = source.splitlines(), ast.walk(ast.parse(source))
-    return {
-        x.lineno: lines[x.lineno - 1 : x.end_lineno] for x in nodes if isinstance(x, ast.FunctionDef | ast.ClassDef)
-    }
-
-
-def own_places(places):
-    """{script: spots} of a tag without those of ppo_llm_fsdp.py whose lines are the ones of ppo_llm.py, and the bodies
-    of the functions that begin there."""
-
-    def said(script, number):
-        return bodies(script).get(number) or (ROOT / f"{script}.py").read_text().splitlines()[number - 1]
-
-    lines = {script: [said(script, number) for number, _ in spots] for script, spots in places.items()}
-    return {x: spots for x, spots in places.items() if x != SCRIPTS[2] or lines[x] != lines.get(SCRIPTS[0])}
-
-
-def with_places(text, tags):
-    """A note with the line of links under each section that has tags."""
-
-    def replace(match):
-        heading = f"## {match[1]} {match[2]}\n"
-        if match[1] not in tags:
-            return heading
-        spots = [f"`{script}.py` {links(spots, script)}" for script, spots in own_places(tags[match[1]]).items()]
-        return f"{heading}\n*In the code: {'; '.join(spots)}*\n"
-
-    return SECTION.sub(replace, text)
-
-
 def titles():
     """{"2.3": (file name, title)} of the sections of all notes."""
     found = {}
     for path in sorted(NOTES.glob("[0-9]*.md")):
-        found |= {number: (path.name, title) for number, title, _ in SECTION.findall(path.read_text())}
+        found |= {number: (path.name, title) for number, title in SECTION.findall(path.read_text())}
     return found
 
 
@@ -161,10 +120,7 @@ def with_excerpts(text):
 
 def contents():
     """{path: what it should hold} of everything that this script writes."""
-    tags = by_tag()
     result = {NOTES / f"{name}.diff": diff(*scripts) for name, scripts in DIFFS.items()}
-    for path in sorted(NOTES.glob("[0-9]*.md")):
-        result[path] = with_places(path.read_text(), tags)
     walk = NOTES / "walk.md"
     return result | {walk: with_excerpts(walk.read_text())}
 
