@@ -31,6 +31,7 @@ from pygments.lexers import PythonLexer
 from refresh import DIFFS, NOTES, ROOT, TAG, anchor, titles
 
 SCRIPTS = {"ppo_llm": "PPO", "grpo_llm": "GRPO and its family", "ppo_llm_fsdp": "PPO, sharded"}
+TINY = NOTES / "tiny_ppo.py"  # has a page like a script's, beside chapter 1
 WEB = NOTES / "web"
 VARIANTS = sorted({path.stem for path in variants.FOLDER.iterdir() if path.suffix in (".patch", ".py")})
 HEAD = "---\nsearch: {exclude: true}\n---\n\n"
@@ -195,7 +196,7 @@ def walk_parts(content):
 
 def sections(source):
     """[(line, title, [(line, name, [(line, tag)])])]: the parts of a script, what each defines, the tags in it."""
-    dividers = re.finditer(r"(?m)^# -{9,}\n# (.+)\n# -{9,}$", source)
+    dividers = re.finditer(r"(?m)^# -{9,}\n# ([^.\n]+).*\n# -{9,}$", source)
     found = [(1, "Docstring, imports, flags", [])] + [
         (source.count("\n", 0, x.start()) + 1, x[1], []) for x in dividers
     ]
@@ -205,6 +206,16 @@ def sections(source):
             tags = [(number, tag) for number, line in lines for tag in TAG.findall(line)]
             [part for part in found if part[0] < x.lineno][-1][2].append((x.lineno, x.name, tags))
     return found
+
+
+def outline_of(defined, notes):
+    """What a part of a script defines, with the tags in it."""
+    tags = '<li><a class="tag" href="#L{}">{}</a> {}</li>'
+    return "".join(
+        f'<p><a href="#L{at}"><code>{what}</code></a></p>'
+        f"<ul>{''.join(tags.format(*spot, notes[spot[1]][1].split(' ', 1)[1]) for spot in spots)}</ul>"
+        for at, what, spots in defined
+    )
 
 
 def pane_parts(name, walk, notes):
@@ -217,12 +228,7 @@ def pane_parts(name, walk, notes):
     for line, title, defined in sections(source):
         text = begin
         if "main" not in [what for _, what, _ in defined]:
-            tags = '<li><a class="tag" href="#L{}">{}</a> {}</li>'
-            text = "".join(
-                f'<p><a href="#L{at}"><code>{what}</code></a></p>'
-                f"<ul>{''.join(tags.format(*spot, notes[spot[1]][1].split(' ', 1)[1]) for spot in spots)}</ul>"
-                for at, what, spots in defined
-            )
+            text = outline_of(defined, notes)
         parts[line] = [title, text]
     base = (ROOT / "ppo_llm.py").read_text().splitlines()
     changes = SequenceMatcher(None, base, source.splitlines(), autojunk=False).get_opcodes()
@@ -251,12 +257,13 @@ def pane_parts(name, walk, notes):
     return joined
 
 
-def script_page(name, walk, notes):
+def script_page(path, parts, notes):
     """(HTML, table of contents) of a script: its lines on the left, on the right the pane with what is said of them."""
-    page, source = f"{name}.html", (ROOT / f"{name}.py").read_text()
+    name, source = path.stem, path.read_text()
+    page = f"{name}.html"
     rows = [row(x, [(page, k)], identity=f' id="L{k}"') for k, x in enumerate(code_lines(source, page), 1)]
-    parts, used = pane_parts(name, walk, notes), sorted({tag for tag in TAG.findall(source) if tag in notes})
-    loop = source[: source.index("    for iteration in progress:")].count("\n") + 1
+    used = sorted({tag for tag in TAG.findall(source) if tag in notes})
+    loop = source[: source.index("    for iteration in ")].count("\n") + 1
     ends = [line for line, _, _ in parts[1:]] + [len(rows) + 1]
     code = "".join(f'<div class="part">{"".join(rows[a - 1 : b - 1])}</div>' for (a, _, _), b in zip(parts, ends))
     texts = "".join(f'<section class="text" hidden>{"".join(text)}</section>' for _, _, text in parts)
@@ -310,7 +317,8 @@ def write_pages(docs):
     chapters = [first, NOTES / "walk.md", second, WEB / "sliders.md", *others, *how]
     pages = {WEB / "home.md": "index.md", NOTES / "README.md": "notes.md", ROOT / "README.md": "project.md"}
     pages |= {path: path.name for path in chapters} | {ROOT / f"{name}.py": f"{name}.md" for name in SCRIPTS}
-    pages |= {NOTES / f"{name}.diff": f"{name}.md" for name in DIFFS}
+    pages |= {NOTES / f"{name}.diff": f"{name}.md" for name in DIFFS} | {TINY: "tiny_ppo.md"}
+    (docs / "tiny_ppo.md").write_text(f"{HEAD}# The core alone: `tiny_ppo.py`\n")
     pages |= {path: f"variant-{path.stem}.md" for path in variants.FOLDER.iterdir() if path.suffix in (".patch", ".py")}
     for name, title in SCRIPTS.items():
         (docs / f"{name}.md").write_text(f"{HEAD}# {title}: `{name}.py`\n")
@@ -325,14 +333,12 @@ def write_pages(docs):
             (docs / pages[path]).write_text(title + text)
     for path in WEB.glob("*.[cj]s*"):
         shutil.copy(path, docs)
+    learn = [NOTES / "README.md", *chapters]
+    learn = [{re.search("(?m)^# (.*)", x.read_text())[1].replace("`", ""): pages[x]} for x in learn]
+    learn.insert(2, {"The core alone: tiny_ppo.py": pages[TINY]})  # after chapter 1
     return [
         {"Home": "index.md"},
-        {
-            "Learn": [
-                {re.search("(?m)^# (.*)", x.read_text())[1].replace("`", ""): pages[x]}
-                for x in [NOTES / "README.md", *chapters]
-            ]
-        },
+        {"Learn": learn},
         {"Scripts": [{title: f"{name}.md"} for name, title in SCRIPTS.items()]},
         {"Differences": [{f"{SCRIPTS[old]} → {SCRIPTS[new]}": f"{name}.md"} for name, (old, new) in DIFFS.items()]},
         {"Variants": [{name: f"variant-{name}.md"} for name in VARIANTS]},
@@ -364,7 +370,6 @@ def on_page_content(html_, page, **_):
 
     plain(page.toc)
     html_ = re.sub(r'(?s)<(div|span) class="arithmatex">(.*?)</\1>', formula, html_)
-    html_ = html_.replace("<p><em>In the code:", '<p class="places"><em>In the code:')
     html_ = re.sub(r"<td><code>(\w+)</code>", variant, html_)
     name = page.url.removesuffix(".html")
     if name in DIFFS:
@@ -390,10 +395,17 @@ def on_env(env, config, files):
             notes[number] = (f"{url}#{identity}", title, elsewhere(text, url), re.sub("<.*?>", "", title))
     search = next(plugin for name, plugin in config.plugins.items() if name.endswith("search")).search_index
     walk, seen = walk_parts(elsewhere(pages["walk.html"].content, "walk.html")), set()
+    parts = [
+        (line, {title: line}, [f"<h2>{title}</h2>{outline_of(defined, notes)}"])
+        for line, title, defined in sections(TINY.read_text())
+    ]
+    content, pages["tiny_ppo.html"].toc = script_page(TINY, parts, notes)
+    pages["tiny_ppo.html"].content += content
+    search.entries.append({"location": "tiny_ppo.html", "title": "tiny_ppo.py: the core alone", "text": ""})
     for name in VARIANTS:
         search.entries.append({"location": f"variant-{name}.html", "title": f"Variant: {name}", "text": ""})
     for name, title in SCRIPTS.items():
-        content, pages[f"{name}.html"].toc = script_page(name, walk, notes)
+        content, pages[f"{name}.html"].toc = script_page(ROOT / f"{name}.py", pane_parts(name, walk, notes), notes)
         pages[f"{name}.html"].content += content
         search.entries.append({"location": f"{name}.html", "title": f"{name}.py: {title}", "text": ""})
         source = (ROOT / f"{name}.py").read_text()
