@@ -34,11 +34,14 @@ SHARED += " --answer-column None --microbatch-tokens 1024"
 PPO = f"ppo_llm.py {SHARED} --batch-size 128 --critic-lr 1e-3 --lam 0.95"
 GRPO = f"grpo_llm.py {SHARED} --batch-size 16 --group-size 8 --estimator dr_grpo --kl-loss-coef 0"
 HELD = "--kl-controller adaptive --kl-target 0.1 --lr-schedule linear --kl-reward-coef 0.04"
+PRICES = 0.003, 0.01, 0.03, 0.1, 0.3
 RUNS = {  # a coefficient of 1e-9 only measures the KL
     "ppo": f"{PPO} {HELD} --kl-horizon 1000 --lr 1.5e-4 --total-iterations 60",
     "grpo": f"{GRPO} {HELD} --kl-horizon 1500 --lr 1e-4 --total-iterations 80",
     "ppo-kl-off": f"{PPO} --kl-reward-coef 1e-9 --lr 1e-4 --total-iterations 40",
     "grpo-kl-off": f"{GRPO} --kl-reward-coef 1e-9 --lr 1e-4 --total-iterations 40",
+    # ppo-kl-off with a price of the KL, and nothing else changed: the wall of chapter 1
+    **{f"ppo-kl-{price}": f"{PPO} --kl-reward-coef {price} --lr 1e-4 --total-iterations 40" for price in PRICES},
 }
 OLD = "ppo", "grpo"  # as they were run with version 0.2
 NOW = [name for name in RUNS if name not in OLD]

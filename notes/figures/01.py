@@ -322,7 +322,7 @@ def read_column(folder, metric):
 
 
 def hacking():
-    """PPO on sad stories with the KL held and without one: score, KL, and share of pairs of words that differ."""
+    """PPO on sad stories at three prices of the KL: score, KL, and share of pairs of words that differ."""
     metrics = {
         "reward/mean": "score",
         "kl/mean": "KL, nats per token",
@@ -330,7 +330,11 @@ def hacking():
     }
     figure, panels = plt.subplots(1, 3, figsize=(8.4, 2.3))
     for axes, (metric, title) in zip(panels, metrics.items()):
-        for folder, label, color, line in ("ppo-kl-off", "without", "#d62728", "-"), ("ppo", "with", "black", "--"):
+        for folder, label, color, line in (
+            ("ppo-kl-off", "no price", "#d62728", "-"),
+            ("ppo-kl-0.01", "0.01 a nat", "#1f77b4", "--"),
+            ("ppo-kl-0.03", "0.03 a nat", "black", ":"),
+        ):
             for steps, values in read_column(f"stories/{folder}", metric):
                 axes.plot(steps, values, color=color, ls=line, lw=1.2, label=label)
                 label = None
