@@ -39,7 +39,7 @@ transformers.utils.logging.disable_progress_bar()
 
 
 def main(seed, iterations=40):
-        torch.manual_seed(seed)
+    torch.manual_seed(seed)
     # eval(): with dropout two passes over the same tokens would differ, and the ratio would not begin at 1.
     actor = AutoModelForCausalLM.from_pretrained(TINY / "model").eval()
     reference = AutoModelForCausalLM.from_pretrained(TINY / "model").eval()
