@@ -5,6 +5,7 @@ import csv
 import difflib
 import importlib.util
 import io
+import itertools
 import json
 import os
 import random
@@ -485,9 +486,15 @@ def test_the_story_results_are_what_the_table_and_the_readme_say():
     assert (stories.RESULTS / "table.md").read_text() == table + "\n"
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
     assert Counter(row[0] for row in rows) == dict.fromkeys(stories.RUNS, 3)
-    outside = []
+    outside, prices = [], [f"ppo-kl-{price}" for price in stories.PRICES]
+    paid = [[(float(row[5]), float(row[6])) for row in rows if row[0] == name] for name in prices]
+    for cheap, dear in itertools.pairwise(paid):  # chapter 1: a higher price buys less score and less distance
+        assert min(rise for rise, _ in cheap) > min(rise for rise, _ in dear)
+        assert statistics.mean(kl for _, kl in cheap) > statistics.mean(kl for _, kl in dear)
     for name, seed, _, after, _, rise, kl, *_, change, seconds in rows:
         assert int(seconds) < 600
+        if name in prices:
+            continue
         if name.endswith("off"):
             assert int(change[:-1]) < -90
             usual = float(after) > 1.5
