@@ -49,6 +49,9 @@ LENGTHS += ' --total-iterations 60 --microbatch-tokens 2048 --prompt-suffix ""'
 TWO_REWARDS = f"{LENGTHS} --total-iterations 20 --eval-rows 200 --reward benchmarks/tasks.py"
 CONTROL = f"{LENGTHS} --reward notes/variants/length_control.py:length_control"
 REINFORCE = f"{ONE_STEP} --kl-reward-coef 0 --lam 1 --critic-lr 0"  # the values stay 0
+# Groups of one, whitened over the batch's responses; with one step the ratio is 1, and the clip does nothing.
+BATCH_MEAN = "--estimator reinforce_pp --group-size 1 --batch-size 256 --minibatch-size 256 --kl-loss-coef 0"
+BATCH_MEAN += " --loss-agg token-mean"
 TEN = "--reward benchmarks/rewards.py:ten_or_eleven"  # gsm8k with another zero
 EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "ppo": ("ppo_llm", "", 3),
@@ -60,8 +63,10 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "ppo-epochs4-ratio": ("ppo_llm", f"{EPOCHS} --clip-low 1 --clip-high 1e9", 3),  # which is no clip
     "reinforce": ("plain_pg", f"{REINFORCE} --no-whiten-advantages", 3),
     "reinforce-ten": ("plain_pg", f"{REINFORCE} --no-whiten-advantages {TEN}", 3),
-    "reinforce-ten-mean": ("plain_pg", f"{REINFORCE} {TEN}", 3),
-    "reinforce-mean": ("plain_pg", REINFORCE, 3),
+    "reinforce-tokens": ("plain_pg", REINFORCE, 3),
+    "reinforce-mean": ("grpo_llm", BATCH_MEAN, 3),
+    "reinforce-ten-mean": ("grpo_llm", f"{BATCH_MEAN} {TEN}", 3),
+    "ppo-lam1": ("ppo_llm", "--lam 1", 3),
     "vc_ppo": ("vc_ppo", "--total-iterations 50", 3),
     "grpo": ("grpo_llm", "", 3),
     "cispo": ("cispo", "", 3),

@@ -72,14 +72,19 @@ def gradient(actor, tokens, mask, advantages):
 
 
 def noise(results, seeds):
-    """Variance of the gradient of a batch, and the squared length of its mean, over BATCHES batches."""
+    """Variance of the gradient of a batch, and the squared length of its mean, over BATCHES batches.
+
+    The means are those of the other responses: with its own score in it a group's would make the gradient shorter, by
+    1/8, and its noise with it. `token mean` has each response's score counted once for each of its tokens.
+    """
     rows = tiny_ppo.read_rows("train.jsonl")
     found = []
     for seed in seeds:
         for name, iterations in ("start", 0), ("later", 12):
             actor = trained_actor(seed, iterations)
             torch.manual_seed(1000 + seed)
-            gradients = {"none": [], "none, scores 10 and 11": [], "batch mean": [], "group mean": []}
+            names = "none", "none, scores 10 and 11", "batch mean", "group mean", "token mean"
+            gradients = {baseline: [] for baseline in names}
             means = []
             for _ in range(BATCHES):
                 chosen = torch.randperm(len(rows))[: tiny_ppo.BATCH_SIZE // GROUP_SIZE].repeat_interleave(GROUP_SIZE)
@@ -88,8 +93,10 @@ def noise(results, seeds):
                 scores = tiny_ppo.score(tokens, mask, batch)
                 means.append(scores.mean().item())
                 groups = scores.view(-1, GROUP_SIZE)
-                by_group = (groups - groups.mean(1, keepdim=True)).flatten()
-                for baseline, advantages in zip(gradients, (scores, scores + 10, scores - scores.mean(), by_group)):
+                by_batch = (scores - scores.mean()) * len(scores) / (len(scores) - 1)
+                by_group = (groups - groups.mean(1, keepdim=True)).flatten() * GROUP_SIZE / (GROUP_SIZE - 1)
+                by_token = scores - (scores * mask.sum(1)).sum() / mask.sum()
+                for baseline, advantages in zip(names, (scores, scores + 10, by_batch, by_group, by_token)):
                     gradients[baseline].append(gradient(actor, tokens, mask, advantages))
             for baseline, vectors in gradients.items():
                 stacked = torch.stack(vectors)

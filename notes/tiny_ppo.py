@@ -68,7 +68,7 @@ def main(seed, iterations=40):
         # 5. Rewards of the actions, advantages, and the critic's targets.
         rewards = token_rewards(scores, mask, old_logprobs, ref_logprobs)  # [1.6]
         advantages, returns = gae(rewards, values, mask)  # [1.7]
-        advantages = whiten(advantages, mask)  # [1.3]
+        advantages = whiten(advantages, mask)  # [1.7]
 
         for minibatch in torch.arange(BATCH_SIZE).split(MINIBATCH_SIZE):
             # 6. Actor: make good tokens likelier, but none by more than the clip allows.
@@ -186,7 +186,8 @@ def sample(model, rows, greedy=False):
     # top_k=0: by default `generate` draws from the 50 likeliest tokens alone, which is another policy.
     options = {"do_sample": not greedy, "top_k": 0, "max_new_tokens": MAX_RESPONSE_LENGTH}
     tokens = model.generate(**prompts, **options)
-    # [1.10] After the EOS `generate` pads.
+    # [1.10] After the EOS `generate` pads. This model's pad is a token of its own, which it does not sample. Where the
+    # pad is the EOS this line would lose that: ppo_llm.py makes the mask from what was sampled.
     mask = tokens[:, 1:] != tokenizer.pad_token_id
     prompt_width = prompts["input_ids"].shape[1]
     mask[:, : prompt_width - 1] = False
