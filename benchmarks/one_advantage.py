@@ -1,4 +1,4 @@
-"""PPO with one advantage for a whole response, its score minus one forecast, instead of GAE (note 1.9).
+"""PPO with one advantage for a whole response, its score minus one forecast, instead of GAE (note 1.7).
 
     python benchmarks/learning.py one-advantage-first --script benchmarks/one_advantage.py --seeds 1 2 3
     python benchmarks/learning.py one-advantage-last --script benchmarks/one_advantage.py --flags="--at last"

@@ -8,8 +8,8 @@ Each run is one launch on two processes. benchmarks/results/stories/ gets the me
 of the first seed before and after: those to the first ten openings in the order of the alphabet.
 
 The runs in which the KL is held, ppo and grpo, were made with version 0.2 (commit c9bdd21): they need the adaptive KL
-controller and the linear schedule, which are variants now. Their results stay, in the table and the figure, and only
-the runs without KL can be made here.
+controller and the linear schedule, which are variants now. Their results stay, in the table and the figure; the runs
+without KL, and those at a price, can be made here.
 """
 
 import argparse

@@ -67,6 +67,7 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "reinforce-mean": ("grpo_llm", BATCH_MEAN, 3),
     "reinforce-ten-mean": ("grpo_llm", f"{BATCH_MEAN} {TEN}", 3),
     "ppo-lam1": ("ppo_llm", "--lam 1", 3),
+    "ppo-raw": ("ppo_llm", "--no-whiten-advantages", 3),
     "vc_ppo": ("vc_ppo", "--total-iterations 50", 3),
     "grpo": ("grpo_llm", "", 3),
     "cispo": ("cispo", "", 3),

@@ -25,6 +25,8 @@ import tiny_ppo  # noqa: E402
 
 BATCHES = 16  # of 256 responses each
 GROUP_SIZE = 8
+RESPONSES = 1024  # to as many prompts, for `best`
+POLICIES = ("start", 0), ("later", 12)  # and iterations of training
 
 
 def write(path, rows):
@@ -62,12 +64,11 @@ def trained_actor(seed, iterations):
 
 
 def gradient(actor, tokens, mask, advantages):
-    """Of the mean over all tokens of -advantage * log-prob, as one vector. advantages: (B,), one for each response."""
+    """Of the mean over responses of -advantage * log-prob of the response, as one vector. advantages: (B,)."""
     actor.zero_grad()
-    num_tokens = mask.sum()
     for part in torch.arange(len(tokens)).split(64):
         losses = -advantages[part, None] * tiny_ppo.log_probs(actor, tokens[part])
-        (losses * mask[part]).sum().div(num_tokens).backward()
+        (losses * mask[part]).sum().div(len(tokens)).backward()
     return torch.cat([p.grad.flatten() for p in actor.parameters() if p.grad is not None])
 
 
@@ -80,7 +81,7 @@ def noise(results, seeds):
     rows = tiny_ppo.read_rows("train.jsonl")
     found = []
     for seed in seeds:
-        for name, iterations in ("start", 0), ("later", 12):
+        for name, iterations in POLICIES:
             actor = trained_actor(seed, iterations)
             torch.manual_seed(1000 + seed)
             names = "none", "none, scores 10 and 11", "batch mean", "group mean", "token mean"
@@ -93,11 +94,16 @@ def noise(results, seeds):
                 scores = tiny_ppo.score(tokens, mask, batch)
                 means.append(scores.mean().item())
                 groups = scores.view(-1, GROUP_SIZE)
-                by_batch = (scores - scores.mean()) * len(scores) / (len(scores) - 1)
-                by_group = (groups - groups.mean(1, keepdim=True)).flatten() * GROUP_SIZE / (GROUP_SIZE - 1)
-                by_token = scores - (scores * mask.sum(1)).sum() / mask.sum()
-                for baseline, advantages in zip(names, (scores, scores + 10, by_batch, by_group, by_token)):
-                    gradients[baseline].append(gradient(actor, tokens, mask, advantages))
+                centred = (groups - groups.mean(1, keepdim=True)).flatten() * GROUP_SIZE / (GROUP_SIZE - 1)
+                token_mean = (scores * mask.sum(1)).sum() / mask.sum()
+                by_score = gradient(actor, tokens, mask, scores)
+                by_one = gradient(actor, tokens, mask, torch.ones(len(scores)))
+                # A gradient is linear in the advantages.
+                gradients["none"].append(by_score)
+                gradients["none, scores 10 and 11"].append(by_score + 10 * by_one)
+                gradients["batch mean"].append((by_score - scores.mean() * by_one) * len(scores) / (len(scores) - 1))
+                gradients["group mean"].append(gradient(actor, tokens, mask, centred))
+                gradients["token mean"].append(by_score - token_mean * by_one)
             for baseline, vectors in gradients.items():
                 stacked = torch.stack(vectors)
                 variance = stacked.var(0).sum().item()
@@ -110,24 +116,25 @@ def noise(results, seeds):
 
 
 def best(results, seeds):
-    """The baseline of least variance, E[R |g|^2] / E[|g|^2], g the gradient of a response's log-prob; untrained."""
+    """The baseline of least variance, E[R |g|^2] / E[|g|^2], g the gradient of a response's log-prob."""
     rows = tiny_ppo.read_rows("train.jsonl")
     found = []
     for seed in seeds:
-        actor = trained_actor(seed, 0)
-        torch.manual_seed(2000 + seed)
-        batch = [rows[i] for i in torch.randperm(len(rows))[: tiny_ppo.BATCH_SIZE]]
-        tokens, mask = tiny_ppo.sample(actor, batch)
-        scores = tiny_ppo.score(tokens, mask, batch)
-        squares = []
-        for row_tokens, row_mask in zip(tokens.split(1), mask.split(1)):
-            g = gradient(actor, row_tokens, row_mask, torch.ones(1)) * row_mask.sum()  # not of the mean over its tokens
-            squares.append(g.square().sum())
-        squares = torch.stack(squares)
-        line = {"seed": seed, "score": scores.mean().item(), "right": squares[scores == 1].mean().item()}
-        line |= {"wrong": squares[scores == 0].mean().item(), "best": ((scores * squares).sum() / squares.sum()).item()}
-        found.append({key: round(value, 4) for key, value in line.items()})
-        print(found[-1], flush=True)
+        for name, iterations in POLICIES:
+            actor = trained_actor(seed, iterations)
+            torch.manual_seed(2000 + seed)
+            batch = [rows[i] for i in torch.randperm(len(rows))[:RESPONSES]]
+            tokens, mask = tiny_ppo.sample(actor, batch)
+            scores = tiny_ppo.score(tokens, mask, batch)
+            squares = []
+            for row_tokens, row_mask in zip(tokens.split(1), mask.split(1)):
+                squares.append(gradient(actor, row_tokens, row_mask, torch.ones(1)).square().sum())
+            squares = torch.stack(squares)
+            line = {"policy": name, "seed": seed, "score": scores.mean().item()}
+            line |= {"right": squares[scores == 1].mean().item(), "wrong": squares[scores == 0].mean().item()}
+            line |= {"best": ((scores * squares).sum() / squares.sum()).item()}
+            found.append({key: round(value, 4) if key in ("score", "best") else value for key, value in line.items()})
+            print(found[-1], flush=True)
     write(results / "best.csv", found)
 
 

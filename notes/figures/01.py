@@ -273,13 +273,14 @@ def noise():
     def variances(policy, baseline):
         return [float(row["variance"]) for row in rows if (row["policy"], row["baseline"]) == (policy, baseline)]
 
-    figure, axes = plt.subplots(figsize=(6.2, 2.2))
+    figure, axes = plt.subplots(figsize=(6.2, 2.5))
     ticks = []
     looks = (
         ("none, scores 10 and 11", "#d62728"),
         ("none", "black"),
         ("batch mean", "#1f77b4"),
         ("group mean", "#2ca02c"),
+        ("token mean", "#9467bd"),
     )
     for policy, words in ("start", "at the start"), ("later", "later"):
         for baseline, color in looks:
