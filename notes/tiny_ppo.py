@@ -71,7 +71,7 @@ def main(seed, iterations=40):
         advantages = whiten(advantages, mask)  # [1.7]
 
         for minibatch in torch.arange(BATCH_SIZE).split(MINIBATCH_SIZE):
-            # 6. Actor: make good tokens likelier, but none by more than the clip allows.
+            # 6. Actor: make good tokens likelier, until the clip takes their gradient.
             logprobs = log_probs(actor, tokens[minibatch])
             losses = policy_losses(logprobs, old_logprobs[minibatch], advantages[minibatch])
             loss = losses[mask[minibatch]].mean()
@@ -146,7 +146,7 @@ def step(optimizer, loss):
 
 
 def load_critic():
-    """The policy's layers, and a head that forecasts 0 for everything until it is trained."""
+    """The policy's layers, and a head, `score`, that forecasts 0 for everything until it is trained."""
     critic = AutoModelForTokenClassification.from_pretrained(TINY / "model", num_labels=1).eval()
     torch.nn.init.zeros_(critic.score.weight)
     torch.nn.init.zeros_(critic.score.bias)
@@ -169,7 +169,7 @@ def log_probs(model, tokens):
 
 
 def forecasts(critic, tokens):
-    """Column i: the score that the critic expects after the tokens up to i, before token i + 1."""
+    """Column i: the return that the critic expects after the tokens up to i, before token i + 1."""
     values = critic(tokens, **attention(tokens)).logits  # (B,L,1)
     return values[:, :-1, 0]
 
