@@ -1,4 +1,4 @@
-"""What a run survives, at length: kills, a slow process, long runs. tests/test_resume.py has each at small size.
+"""What a run survives, at length: kills, a slow process, long runs. tests/test_faults.py has some at small size.
 
     python benchmarks/faults.py kills 50         kill -9 at random moments, then --resume auto: the same weights?
     python benchmarks/faults.py signals 8        SIGTERM at random moments on a machine that is busy, then --resume auto

@@ -1,7 +1,6 @@
 """Shared pieces: the script as a module, tiny random models and data in temporary folders, launches of two processes.
 
-`pytest tests/test_math.py --script my_ppo.py` runs the tests on a copy: it stands in for the script that it is nearest
-to, and only the tests of that script run.
+With --script a copy stands in for the script that it is nearest to, and only the tests of that script run.
 """
 
 import json
@@ -35,12 +34,10 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "benchmarks" / "tiny"
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 # The test files that take a copy of a script (--script), and of which.
-TAKES = dict.fromkeys(
-    ["architectures", "data", "devices", "faults", "forward", "launch", "loop", "math", "resume"], SCRIPTS
-)
-TAKES |= {"reward": SCRIPTS, "ranks": SCRIPTS[:2], "groups": ("grpo_llm",), "sharding": ("ppo_llm_fsdp",)}
+TAKES = dict.fromkeys(["architectures", "data", "devices", "faults", "forward", "launch", "loop", "math"], SCRIPTS)
+TAKES |= {"resume": SCRIPTS, "reward": SCRIPTS, "ranks": SCRIPTS[:2]}
+TAKES |= {"groups": ("grpo_llm",), "sharding": ("ppo_llm_fsdp",)}
 PLACE = "SCRIPTS_UNDER_TEST"  # in the environment, which processes that tests start see, too: a folder
-CHARS = list("abcdefghijklmnopqrstuvwxyz0123456789 #.,?\n-$")
 torch.set_num_threads(1)
 
 
@@ -53,18 +50,14 @@ def pytest_configure(config):
     copy = config.getoption("--script")
     if copy is None or PLACE in os.environ:  # a worker of pytest-xdist has its folder from the main process
         return
-    if not Path(copy).is_file():
-        raise pytest.UsageError(f"--script {copy}: there is no such file")
-    original = variants.nearest(Path(copy).read_text())
+    original = variants.nearest(Path(copy).read_text()) if Path(copy).is_file() else None
     if original is None:
-        raise pytest.UsageError(f"--script {copy} is no changed copy of {', '.join(variants.SCRIPTS)}")
-    named = {Path(word.partition("::")[0]).stem.removeprefix("test_") for word in config.args if ".py" in word}
-    willing = [name for name, scripts in TAKES.items() if Path(original).stem in scripts]
-    for name in sorted(named.difference(willing)):
-        taken = [f"copies of {script}.py" for script in TAKES.get(name, ())] or ["no copy"]
-        those = " ".join(f"tests/test_{name}.py" for name in willing)
-        said = f"tests/test_{name}.py takes {' and '.join(taken)}; these take it: {those}"
-        raise pytest.UsageError(f"--script {copy} is a copy of {original}, but {said}")
+        raise pytest.UsageError(f"--script {copy} names no changed copy of {', '.join(variants.SCRIPTS)}")
+    willing = [f"test_{name}.py" for name, scripts in TAKES.items() if Path(original).stem in scripts]
+    named = {Path(word.partition("::")[0]).name for word in config.args if ".py" in word}
+    if others := sorted(named.difference(willing)):
+        said = f"{others[0]} takes no such copy, but these do: {' '.join(f'tests/{name}' for name in willing)}"
+        raise pytest.UsageError(f"--script {copy} is a copy of {original}: tests/{said}")
     folder = Path(tempfile.mkdtemp())
     config.add_cleanup(lambda: shutil.rmtree(folder))
     config.add_cleanup(lambda: os.environ.pop(PLACE, None))
@@ -82,13 +75,10 @@ def path_of(name):
 
 def compose(folder):
     """Merges grpo_llm_fsdp.py out of the three scripts, in the folder: its path."""
-    path = folder / "grpo_llm_fsdp.py"
-    if not path.exists():
-        texts = [path_of(name).read_text() for name in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")]
-        text, conflicts = variants.merged(*texts)
-        assert conflicts == 0, "the three scripts do not merge"
-        path.write_text(text)
-    return path
+    text, conflicts = variants.merged(*(path_of(name).read_text() for name in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")))
+    assert conflicts == 0, "the three scripts do not merge"
+    (folder / "grpo_llm_fsdp.py").write_text(text)
+    return folder / "grpo_llm_fsdp.py"
 
 
 def the_copy():
@@ -96,9 +86,8 @@ def the_copy():
     return next((name for name in SCRIPTS if PLACE in os.environ and not path_of(name).is_symlink()), None)
 
 
-def copies(*names):
-    """Mark: of these scripts the test takes a copy (--script), where that is not clear from its fixtures."""
-    return pytest.mark.copies(*names)
+# Mark: of these scripts the test takes a copy (--script), where that is not clear from its fixtures.
+copies = pytest.mark.copies
 
 
 def scripts_of(item):
@@ -115,8 +104,7 @@ def scripts_of(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """`once`: what the scripts share to the byte is tried with the first of them, with the others in the slow tests.
-    With --script the tests of a copy remain."""
+    """`once`: what the scripts share to the byte is tried with the first of them, with the others in the slow tests."""
     if copy := the_copy():
         config.hook.pytest_deselected(items=[item for item in items if copy not in scripts_of(item)])
         items[:] = [item for item in items if copy in scripts_of(item)]
@@ -124,11 +112,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("once") and item.callspec.params["script"] != SCRIPTS[0]:
             item.add_marker(pytest.mark.slow)
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if copy := the_copy():
-        terminalreporter.write_line(f"{config.getoption('--script')} in place of {copy}.py, and its tests only")
 
 
 @pytest.fixture(scope="module")
@@ -161,16 +144,15 @@ def as_it_was():
 
 @pytest.fixture(scope="session")
 def data_dir():
-    folder = os.environ.get("LLM_RL_DATA")
-    if not folder:
+    if not os.environ.get("LLM_RL_DATA"):
         pytest.skip("real data not found: set LLM_RL_DATA to the folder that holds it")
-    return Path(folder)
+    return Path(os.environ["LLM_RL_DATA"])
 
 
 def make_tokenizer(pad="<pad>", eos="<eos>"):
     """One token per character; pad may be None or equal to eos."""
     specials = ["<pad>", "<eos>", "<eos2>"]
-    vocab = {token: i for i, token in enumerate(specials + CHARS)}
+    vocab = {token: i for i, token in enumerate([*specials, *"abcdefghijklmnopqrstuvwxyz0123456789 #.,?\n-$"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -181,18 +163,15 @@ def make_tokenizer(pad="<pad>", eos="<eos>"):
 def make_model(folder, arch="llama", seed=0, pad="<pad>", dropout=0.0, auto_class=AutoModelForCausalLM, **config):
     """A random two-layer model with its tokenizer in `folder`, sharp enough that its tokens differ in probability."""
     tokenizer = make_tokenizer(pad)
-    pad_id = tokenizer.pad_token_id
-    ids = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": pad_id, "bos_token_id": None}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
+    sizes |= {"initializer_range": 0.2, "vocab_size": len(tokenizer)}
+    sizes |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": tokenizer.pad_token_id}
     if arch == "llama":
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2}
-        cfg = LlamaConfig(**ids | sizes | config, attention_dropout=dropout)
+        kind, own = LlamaConfig, {"intermediate_size": 48, "num_key_value_heads": 2, "attention_dropout": dropout}
     else:
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.2}
-        drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-        cfg = GPT2Config(**ids | sizes | drops | config)
+        kind, own = GPT2Config, dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], dropout)
     torch.manual_seed(seed)
-    model = auto_class.from_config(cfg)
+    model = auto_class.from_config(kind(**sizes | own | config))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -217,10 +196,8 @@ def read_metrics(run_dir):
 
 
 def toy_rows(n, start=0):
-    return [
-        {"question": f"what is {i} + {i % 7}?" + "?" * (i % 5), "answer": f"#### {i + i % 7}"}
-        for i in range(start, start + n)
-    ]
+    numbers = range(start, start + n)
+    return [{"question": f"what is {i} + {i % 7}?" + "?" * (i % 5), "answer": f"#### {i + i % 7}"} for i in numbers]
 
 
 @pytest.fixture(scope="session")
@@ -291,21 +268,17 @@ def forked(script, fields, processes=2, **options):
     return run_script(script, as_flags(fields), processes, **options)
 
 
-def start(script, fields, processes=2, launcher=("accelerate", "launch"), machine=(), **options):
-    """A launch as the README has it, output in one pipe: the Popen object. fields: of Args, or words as they stand.
-
-    machine: words for one of several.
-    """
-    program = str(Path(sys.executable).with_name(launcher[0]))
-    command = [program, *launcher[1:], "--num_processes", str(processes), "--num_machines", "1"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+def start(script, fields, processes=2, machine=(), **options):
+    """A launch as the README has it, output in one pipe: the Popen object. machine: words for one of several."""
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", str(processes)]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     command += ["--multi_gpu"] if processes > 1 else []
-    words = as_flags(fields) if isinstance(fields, dict) else fields
-    command += [*machine, str(script), *words]  # of a flag that comes twice the last one counts
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | options.pop("env", {})
+    command += [*machine, str(script)]  # of a flag that comes twice the last one counts
+    command += as_flags(fields) if isinstance(fields, dict) else fields
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     # Tests in the background of a shell are deaf to SIGINT, and what they start would be, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(command, env=env, **pipes | options)
 
 

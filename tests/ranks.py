@@ -1,8 +1,7 @@
 """Several ranks without a launcher, each forked from a server that has the libraries loaded: a start in no time.
 
-`run_ranks(2, train, script, [run, ...])` trains with the script on two ranks, one run after the other, and brings back
-what happened; `run_script(script, words)` runs it as `python script.py words` would, on two ranks: exit code, console.
-Tests of the launcher itself use `conftest.launch`.
+`run_ranks(2, train, script, [run, ...])` trains with the script on two ranks and brings back what happened;
+`run_script(script, words)` runs it as `python script.py words` would, on two ranks: exit code, console.
 """
 
 import importlib.util
@@ -16,9 +15,8 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -87,11 +85,10 @@ def fork_ranks(world, function, *args, timeout=500, meanwhile=None):
     """
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            FORKS.Process(target=be_rank, args=(rank, world, port, function, args, folder)) for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
+        processes = []
+        for rank in range(world):
+            processes.append(FORKS.Process(target=be_rank, args=(rank, world, port, function, args, folder)))
+            processes[-1].start()
         deadline = time.monotonic() + timeout
         while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
             if any(p.exitcode for p in processes):
@@ -182,60 +179,49 @@ class BrokenOff(Exception):
     pass
 
 
-def breaking_off(algo, iteration):
-    """In place of `draw_prompts`: the run ends, as if killed, when this iteration begins."""
-
-    def draw_prompts(rows, start, count, seed, real=algo.draw_prompts):
-        if start == (iteration - 1) * count:
-            raise BrokenOff
-        return real(rows, start, count, seed)
-
-    return draw_prompts
-
-
 def train(script, runs):
     """One run of `main` after the other: a list of {metrics, weights, gradients, sizes}.
 
     runs: of (fields of Args, options). Options: sgd; fixed: made-up responses; dies: the iteration that never begins.
     """
     algo, results = load_script(script), []
-    with mock.patch.object(PartialState, "destroy_process_group", lambda *args: None):  # the next run needs it
-        for flags, options in runs:
-            found = {"gradients": [], "sizes": [], "weights": {}}
-            save_models, pack = algo.save_models, algo.pack
+    for flags, options in runs:
+        found, dies = {"gradients": [], "sizes": [], "weights": {}}, options.get("dies", 0)
 
-            def spy_save(path, trainees, *rest, found=found, real=save_models):
-                for name, (model, _) in trainees.items() if path.name == "final" else []:
-                    found["weights"][name] = {key: whole(p) for key, p in model.named_parameters()}
-                real(path, trainees, *rest)
+        def spy_save(path, trainees, *rest, found=found, real=algo.save_models):
+            for name, (model, _) in trainees.items() if path.name == "final" else []:
+                found["weights"][name] = {key: whole(p) for key, p in model.named_parameters()}
+            real(path, trainees, *rest)
 
-            def spy_pack(*args, found=found, real=pack):
-                result = real(*args)
-                found["sizes"].append([len(rows) for rows, _ in result])
-                return result
+        def spy_pack(*args, found=found, real=algo.pack):
+            result = real(*args)
+            found["sizes"].append([len(rows) for rows, _ in result])
+            return result
 
-            def spy_step(optimizer, args, kwargs, found=found):
-                parts = [whole(p.grad).flatten() for p in optimizer.param_groups[0]["params"] if p.grad is not None]
-                found["gradients"].append(torch.cat(parts))
+        def spy_draw(rows, start, count, seed, dies=dies, real=algo.draw_prompts):
+            if start == (dies - 1) * count:  # as if killed when this iteration begins
+                raise BrokenOff
+            return real(rows, start, count, seed)
 
-            with ExitStack() as stack:
-                stack.enter_context(mock.patch.object(algo, "save_models", spy_save))
-                stack.enter_context(mock.patch.object(algo, "pack", spy_pack))
-                if "sgd" in options:
-                    stack.enter_context(mock.patch.object(torch.optim, "AdamW", SGD))
-                if "fixed" in options:
-                    generate = fixed_responses(algo, flags.get("group_size", 1))
-                    stack.enter_context(mock.patch.object(algo, "generate", generate))
-                if "dies" in options:
-                    broken = mock.patch.object(algo, "draw_prompts", breaking_off(algo, options["dies"]))
-                    stack.enter_context(broken)
-                hook = register_optimizer_step_pre_hook(spy_step)
-                with suppress(BrokenOff):
-                    algo.main(algo.Args(**flags))
-                hook.remove()
-            AcceleratorState._reset_state(True)
-            lines = Path(flags["output_dir"], flags["run_name"], "metrics.jsonl").read_text().splitlines()
-            results.append(found | {"metrics": [json.loads(line) for line in lines]})
+        def spy_step(optimizer, args, kwargs, found=found):
+            parts = [whole(p.grad).flatten() for p in optimizer.param_groups[0]["params"] if p.grad is not None]
+            found["gradients"].append(torch.cat(parts))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PartialState, "destroy_process_group", lambda *args: None)  # the next run needs it
+            for name, spy in {"save_models": spy_save, "pack": spy_pack, "draw_prompts": spy_draw}.items():
+                patch.setattr(algo, name, spy)
+            if "sgd" in options:
+                patch.setattr(torch.optim, "AdamW", SGD)
+            if "fixed" in options:
+                patch.setattr(algo, "generate", fixed_responses(algo, flags.get("group_size", 1)))
+            hook = register_optimizer_step_pre_hook(spy_step)
+            with suppress(BrokenOff):
+                algo.main(algo.Args(**flags))
+            hook.remove()
+        AcceleratorState._reset_state(True)
+        lines = Path(flags["output_dir"], flags["run_name"], "metrics.jsonl").read_text().splitlines()
+        results.append(found | {"metrics": [json.loads(line) for line in lines]})
     if dist.is_initialized():
         dist.barrier()
     return results

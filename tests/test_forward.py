@@ -6,14 +6,8 @@ import random
 import pytest
 import torch
 from conftest import copies, each_script, make_model, make_tokenizer, read_metrics
-from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 
 pytestmark = copies("ppo_llm", "grpo_llm")  # the sharded script samples and loads with the ranks of a group
 EOS, EOS2, FIRST_CHAR = 1, 2, 3
@@ -45,14 +39,13 @@ def with_a_head(critic):
     """A new head is zero, and every value would agree with every other."""
     torch.manual_seed(1)
     for p in getattr(critic.model, critic.head_name).parameters():
-        if p.requires_grad:
-            torch.nn.init.normal_(p)
+        torch.nn.init.normal_(p)
     return critic
 
 
-def make_rows(algo, lengths=LENGTHS, seed=0):
+def make_rows(algo, lengths=LENGTHS):
     """Rows of data and Responses of these lengths; of the first response, the tokens 2 and 3 are an environment's."""
-    rng, rows, responses = random.Random(seed), [], []
+    rng, rows, responses = random.Random(0), [], []
     for p, n in lengths:
         prompt, ids = ([rng.randrange(FIRST_CHAR, VOCAB) for _ in range(k)] for k in (p, n))
         logprobs = [-rng.random() for _ in ids]
@@ -63,13 +56,13 @@ def make_rows(algo, lengths=LENGTHS, seed=0):
     return rows, responses
 
 
-def make_batch(algo, **options):
+def make_batch(algo):
     """tokens, mask (B,L)."""
-    return algo.to_batch(*make_rows(algo, **options), "cpu")[:2]
+    return algo.to_batch(*make_rows(algo), "cpu")[:2]
 
 
-def prompts_of(*lengths, seed=3):
-    rng = random.Random(seed)
+def prompts_of(*lengths):
+    rng = random.Random(3)
     return [[rng.randrange(FIRST_CHAR, VOCAB) for _ in range(n)] for n in lengths]
 
 
@@ -106,22 +99,6 @@ def test_logprobs_equal_bare_prefixes(algo, model, temperature):
     assert not logprobs[~mask].any() and not entropy[~mask].any()
 
 
-def test_gradients_equal_those_of_plain_rows(algo, model):
-    """The weighted sum of log-probs, differentiated through Policy and through the whole rows one by one."""
-    tokens, mask = make_batch(algo)
-    weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
-    (algo.Policy(model, 1.0)(tokens, mask)[0] * weights).sum().backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    for i in range(len(tokens)):
-        length = mask[i].nonzero().max().item() + 2
-        logprobs = model(tokens[i : i + 1, :length]).logits[0, :-1].log_softmax(-1)
-        logprobs = logprobs.gather(1, tokens[i, 1:length, None])[:, 0]
-        (logprobs * weights[i, : length - 1])[mask[i, : length - 1]].sum().backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-4)
-
-
 def test_chunks_change_neither_results_nor_gradients(algo, model):
     tokens, mask = make_batch(algo)
     policy, sizes = algo.Policy(model, 0.7).train(), []
@@ -147,18 +124,9 @@ def test_chunks_change_neither_results_nor_gradients(algo, model):
     assert sizes_one == [(1, VOCAB)] * 17 and all(torch.allclose(a, b, atol=1e-4) for a, b in zip(whole, one[:2]))
 
 
-def test_uniform_model_has_entropy_log_vocabulary(algo, tiny_model):
-    model = algo.load_model(tiny_model, AutoModelForCausalLM)
-    torch.nn.init.zeros_(model.get_output_embeddings().weight)
-    tokens, mask = make_batch(algo)
-    logprobs, entropy = algo.Policy(model, 0.5)(tokens, mask)
-    torch.testing.assert_close(entropy, math.log(VOCAB) * mask)
-    torch.testing.assert_close(logprobs, -math.log(VOCAB) * mask)
-
-
 @copies("ppo_llm")
 def test_padding_changes_nothing(algo, model, critic):
-    """Whatever ids stand behind the rows, and however wide: the same to the last bit, gradients too."""
+    """Whatever ids stand behind the rows: the same to the last bit, gradients too."""
     tokens, mask = make_batch(algo)
     lengths = torch.tensor([p + n for p, n in LENGTHS])
     is_padding = torch.arange(tokens.shape[1]) >= lengths[:, None]
@@ -173,20 +141,6 @@ def test_padding_changes_nothing(algo, model, critic):
         results.append([*outputs, *(p.grad for m in (model, critic) for p in m.parameters() if p.grad is not None)])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
-    wide = pad(tokens, (0, 5), value=9), pad(mask, (0, 5))
-    for module in algo.Policy(model, 1.0), critic:
-        for a, b in zip(as_tuple(module(tokens, mask)), as_tuple(module(*wide))):
-            assert torch.allclose(a, b[:, :-5], atol=2e-5) and not b[:, -5:].any()
-
-
-@copies("ppo_llm")
-def test_rows_without_actions_give_zeros_and_no_gradient(algo, model, critic):
-    tokens, mask = make_batch(algo)
-    for module in algo.Policy(model, 1.0), critic:
-        outputs = as_tuple(module(tokens, torch.zeros_like(mask)))
-        assert not any(x.any() for x in outputs)
-        sum(x.sum() for x in outputs).backward()
-        assert not any(p.grad.any() for p in module.parameters() if p.grad is not None)
 
 
 @copies("ppo_llm")
@@ -230,54 +184,37 @@ def test_values_equal_bare_prefixes(algo, critic):
 
 
 @copies("ppo_llm")
-def test_new_critic_values_everything_at_zero_and_its_head_learns(algo, folder):
-    critic, (tokens, mask) = load_critic(algo, folder), make_batch(algo)
-    values = critic(tokens, mask)
-    assert values.shape == mask.shape and not values.any()
-    (values - 1).square().sum().backward()
-    assert getattr(critic.model, critic.head_name).weight.grad.abs().sum() > 0
-
-
-@copies("ppo_llm")
-def test_critic_keeps_the_head_its_checkpoint_brings(algo, folder, tmp_path):
-    saved = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
-    head = getattr(saved, "score" if hasattr(saved, "score") else "classifier")
-    torch.nn.init.normal_(head.weight)
-    torch.nn.init.constant_(head.bias, 0.5)
-    saved.save_pretrained(tmp_path / "critic")
-    critic = load_critic(algo, str(tmp_path / "critic"))
-    loaded = getattr(critic.model, critic.head_name)
-    assert torch.equal(loaded.weight, head.weight) and torch.equal(loaded.bias, head.bias)
+def test_critic_keeps_the_head_its_checkpoint_brings(algo, critic, tmp_path):
+    critic.model.save_pretrained(tmp_path)
+    loaded = load_critic(algo, str(tmp_path)).model.state_dict()
+    assert all(torch.equal(loaded[name], p) for name, p in critic.model.state_dict().items())
 
 
 @copies("ppo_llm")
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_saved_critic_reloads_with_the_plain_class(algo, folder, tmp_path, lora_rank):
-    critic = with_a_head(load_critic(algo, folder, lora_rank))
-    for name, p in critic.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(p, std=0.1)
-    tokens, mask = make_batch(algo)
+def test_a_trained_critic_is_its_frozen_weights_and_what_is_saved(algo, folder, tmp_path, lora_rank):
+    """With LoRA the head is trained whole; the folder reloads with the plain class."""
+    critic, (tokens, mask) = load_critic(algo, folder, lora_rank), make_batch(algo)
+    assert critic.head_name == ("score" if "llama" in folder else "classifier")
+    assert not critic(tokens, mask).any()  # a new head is zero
+    start = {name: p.clone() for name, p in critic.model.named_parameters()}
+    trained = {name: p for name, p in critic.model.named_parameters() if p.requires_grad}
+    assert lora_rank == 0 or all("lora_" in name or critic.head_name in name for name in trained)
+    optimizer = torch.optim.SGD(trained.values(), lr=0.1)
+    for _ in range(3):  # the head moves first, then B, then A
+        optimizer.zero_grad()
+        (critic(tokens, mask) - 1)[mask].square().mean().backward()
+        optimizer.step()
+    assert trained.keys() == {n for n, p in critic.model.named_parameters() if not torch.equal(p, start[n])}
     critic.model.save_pretrained(tmp_path)
     options = {"num_labels": 1} if lora_rank else {}  # an adapter's folder has no config of the model
     plain = AutoModelForTokenClassification.from_pretrained(tmp_path, **options).eval()
-    values = critic(tokens, mask)
     with torch.no_grad():
-        expected = torch.where(mask, plain(tokens).logits[..., 0], 0)
-    assert values.std() > 0.1 and torch.allclose(values, expected, atol=2e-5)
+        values, expected = critic(tokens, mask), torch.where(mask, plain(tokens).logits[..., 0], 0)
+    assert values.abs().max() > 0.1 and torch.allclose(values, expected, atol=2e-5)
 
 
 # --- Loading ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_classifier_as_policy_is_refused_in_one_sentence(toy_run, tmp_path, capsys):
-    """Its lm_head would be random, and nothing would say so."""
-    folder = make_model(tmp_path / "classifier", auto_class=AutoModelForSequenceClassification, num_labels=1)
-    with pytest.raises(SystemExit) as exit_:
-        toy_run(model=folder)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert exit_.value.code == 1 and len(lines) == 1
-    assert folder in lines[0] and "AutoModelForCausalLM" in lines[0] and "lm_head.weight" in lines[0]
 
 
 def test_weights_are_float32_whatever_the_files_hold(algo, folder, tmp_path):
@@ -299,28 +236,6 @@ def test_collect_eos_ids(algo, model, sources, union):
 # --- LoRA ------------------------------------------------------------------------------------------------------------
 
 
-def test_adapter_off_is_the_base_and_on_is_back(algo, folder):
-    torch.manual_seed(0)
-    model = algo.add_lora(algo.load_model(folder, AutoModelForCausalLM), 4, task_type="CAUSAL_LM")
-    base, policy, (tokens, mask) = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        algo.Policy(model, 1.0),
-        make_batch(algo),
-    )
-    expected = algo.Policy(base, 1.0)(tokens, mask)[0]
-    assert torch.equal(policy(tokens, mask)[0], expected)  # B is zero
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(p)
-    changed = policy(tokens, mask)[0]
-    assert not torch.allclose(changed, expected, atol=0.1)
-    model.disable_adapters()
-    assert torch.equal(policy(tokens, mask)[0], expected)
-    assert torch.equal(model(tokens).logits, base(tokens).logits)
-    model.enable_adapters()
-    assert torch.equal(policy(tokens, mask)[0], changed)
-
-
 def test_lora_trains_all_linear_layers_but_the_head(algo, folder):
     model = algo.add_lora(algo.load_model(folder, AutoModelForCausalLM), 4, task_type="CAUSAL_LM")
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -332,47 +247,6 @@ def test_lora_trains_all_linear_layers_but_the_head(algo, folder):
     algo.Policy(model, 1.0)(tokens, mask)[0].sum().backward()
     for name, p in model.named_parameters():  # B is zero, so that only it has a gradient yet
         assert (p.grad is not None and p.grad.any()) == ("lora_B" in name), name
-
-
-@copies("ppo_llm")
-def test_lora_trains_the_head_of_the_critic_whole(algo, folder):
-    critic, (tokens, mask) = load_critic(algo, folder, 4), make_batch(algo)
-    values = critic(tokens, mask)
-    assert not values.any()
-    (values - 1).square().sum().backward()
-    trained = {name: p for name, p in critic.named_parameters() if p.requires_grad}
-    heads = {name: p for name, p in trained.items() if "lora_" not in name}
-    assert len(trained) > len(heads) and {name.rsplit(".", 1)[1] for name in heads} == {"weight", "bias"}
-    assert all(critic.head_name in name and p.grad.any() for name, p in heads.items())
-    torch.optim.SGD(trained.values(), lr=0.1).step()
-    assert critic(tokens, mask)[mask].mean() > 0
-
-
-@copies("ppo_llm")
-def test_a_critic_trained_with_lora_is_its_frozen_backbone_and_what_is_saved(algo, folder, tmp_path):
-    critic, (tokens, mask) = load_critic(algo, folder, 4), make_batch(algo)
-    assert critic.head_name == ("score" if "llama" in folder else "classifier")
-    start = {name: p.clone() for name, p in critic.model.named_parameters()}
-    optimizer = torch.optim.SGD([p for p in critic.parameters() if p.requires_grad], lr=0.1)
-    for _ in range(3):  # the head moves first, then B, then A
-        optimizer.zero_grad()
-        (critic(tokens, mask) - 1)[mask].square().mean().backward()
-        optimizer.step()
-    files = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    moved = {name for name, p in critic.model.named_parameters() if not torch.equal(p, start[name])}
-    assert moved == {name for name, p in critic.model.named_parameters() if p.requires_grad}
-    frozen = {name.replace(".base_layer", ""): p for name, p in critic.model.named_parameters() if name not in moved}
-    backbone = {name: p for name, p in frozen.items() if not name.startswith(critic.head_name)}
-    assert len(backbone) > 10 and all(torch.equal(p, files[name]) for name, p in backbone.items())
-    critic.model.save_pretrained(tmp_path)
-    plain = AutoModelForTokenClassification.from_pretrained(tmp_path, num_labels=1).eval()
-    with torch.no_grad():
-        values, expected = critic(tokens, mask), torch.where(mask, plain(tokens).logits[..., 0], 0)
-    assert values[mask].mean() > 0.1 and torch.allclose(values, expected, atol=2e-5)
-
-
-def test_rank_0_leaves_the_model_alone(algo, model):
-    assert algo.add_lora(model, 0) is model and all(p.requires_grad for p in model.parameters())
 
 
 # --- generate --------------------------------------------------------------------------------------------------------
@@ -394,17 +268,6 @@ def test_greedy_equals_transformers(algo, tmp_path, arch, pad_token):
             assert response.logprobs == [0.0] * len(expected)  # of the distribution sampled from: that token alone
         eos_ids = [EOS, responses[0].ids[2]]
     assert len(responses[0].ids) <= 3 and not responses[0].truncated
-
-
-def test_an_eos_at_the_very_end_is_no_truncation(algo, model):
-    prompts = prompts_of(4)
-    ids = sample(algo, model, prompts, noise(1, 12), [])[0].ids
-    n = max(t for t in range(12) if ids[t] not in ids[:t])
-    assert n > 1
-    for length in n, n + 1, n + 2:
-        (response,) = sample(algo, model, prompts, noise(1, 12)[:, :length], [ids[n]])
-        assert response.ids == ids[: n + 1][:length] and response.truncated == (length == n)
-        assert len(response.logprobs) == len(response.ids)
 
 
 def test_cut_responses(algo):
@@ -443,11 +306,6 @@ def test_a_sampled_token_waits_for_the_device_twice(algo, model):
     assert counts[1] - counts[0] == 8 * 2
 
 
-def test_without_eos_ids_every_response_is_cut_off(algo, model):
-    responses = sample(algo, model, prompts_of(3, 5), noise(2, 6), [])
-    assert all(response.truncated and len(response.ids) == 6 for response in responses)
-
-
 def test_checkpointing_keeps_the_cache_and_the_tokens(algo, model):
     prompts, widths = prompts_of(3, 7, 5), []
     expected = sample(algo, model, prompts, noise(3, 8))
@@ -478,29 +336,6 @@ def test_a_response_does_not_depend_on_the_rows_beside_it(algo, model):
             assert response.logprobs == pytest.approx(together[i].logprobs, abs=2e-5)
 
 
-def test_rollout_chunks_change_no_response(algo, toy_run, monkeypatch):
-    plain, calls = algo.generate, []
-    monkeypatch.setattr(algo, "generate", lambda *args: calls.append(plain(*args)) or calls[-1])
-    found = []
-    for size in 256, 3:
-        toy_run(rollout_batch_size=size, total_iterations=1)
-        found.append([response.ids for call in calls for response in call])
-        assert [len(call) for call in calls] == ([8] if size == 256 else [3, 3, 2])
-        calls.clear()
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("temperature, dtype", [(1.0, torch.float32), (0.5, torch.float32), (1.0, torch.bfloat16)])
-def test_logprobs_of_the_sampler_equal_those_of_the_policy(algo, model, temperature, dtype):
-    prompts, tolerance = prompts_of(3, 7, 5, 5, 1, 2), 1e-4 if dtype == torch.float32 else 0.2
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        responses = sample(algo, model, prompts, noise(6, 10), [EOS, 5, 6], temperature)
-        tokens, mask, logprobs, _ = algo.to_batch([{"input_ids": p} for p in prompts], responses, "cpu")
-        expected = algo.Policy(model, temperature)(tokens, mask)[0]
-    assert logprobs.dtype == torch.float32 and (logprobs - expected).abs().max() < tolerance
-    assert mask.sum(1).tolist() == [len(response.ids) for response in responses] and (logprobs[mask] < 0).all()
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_frequencies_are_the_softmax_whatever_the_generation_config_says(algo, tmp_path, temperature):
     folder = make_model(tmp_path)
@@ -522,8 +357,9 @@ def test_frequencies_are_the_softmax_whatever_the_generation_config_says(algo, t
 
 def test_noise_alone_decides(algo, model):
     prompts = prompts_of(3, 7, 5)
-    runs = [sample(algo, model, prompts, noise(3, 8, seed)) for seed in (1, 1, 2)]
+    runs = [sample(algo, model, prompts, noise(3, 8, seed), eos_ids=()) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
+    assert all(response.truncated and len(response.ids) == 8 for response in runs[0])  # as nothing ends it
     greedy = [sample(algo, model, prompts, noise(3, 8, seed), temperature=0) for seed in (1, 2)]
     assert greedy[0] == greedy[1]
 
@@ -544,25 +380,10 @@ def test_to_batch(algo):
     assert lengths == [5, 6]
 
 
-def test_to_batch_puts_every_response_behind_its_prompt(algo):
-    rows, responses = make_rows(algo, LENGTHS)
-    tokens, mask, logprobs, lengths = algo.to_batch(rows, responses, "cpu")
-    assert lengths == [p + n for p, n in LENGTHS] and tokens.shape == mask.shape == logprobs.shape == (5, 13)
-    for i, (row, response) in enumerate(zip(rows, responses)):
-        assert tokens[i, : lengths[i]].tolist() == row["input_ids"] + response.ids
-        sampled = [k for k, x in enumerate(response.logprobs) if x != algo.NOT_SAMPLED]
-        at = [len(row["input_ids"]) - 1 + k for k in sampled]
-        assert mask[i].nonzero()[:, 0].tolist() == at
-        assert tokens[i, 1:][at].tolist() == [response.ids[k] for k in sampled]
-        assert logprobs[i, at].tolist() == pytest.approx([response.logprobs[k] for k in sampled])
-    assert len(sampled) == 6 and not logprobs[~mask].any()
-
-
-@pytest.mark.parametrize("max_tokens", [1, 12, 20, 45, 10**6])
-@pytest.mark.parametrize("seed", range(3))
-def test_pack(algo, seed, max_tokens):
+@pytest.mark.parametrize("max_tokens", [1, 20, 45, 10**6])
+def test_pack(algo, max_tokens):
     """Every row once, longest first, within the budget unless one row alone is longer, and as few as that allows."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     lengths, chosen = [rng.randint(2, 17) for _ in range(14)], range(2, 13)
     microbatches = algo.pack(lengths, chosen, max_tokens, "cpu")
     parts = [rows.tolist() for rows, _ in microbatches]
@@ -576,32 +397,23 @@ def test_pack(algo, seed, max_tokens):
         assert (len(part) + 1) * lengths[part[0]] > max_tokens
 
 
-@pytest.mark.parametrize("max_tokens", [1, 20, 45, 10_000])
-def test_forward_all_puts_everything_back(algo, max_tokens):
+@pytest.mark.parametrize("max_tokens, passes", [(1, 7), (10_000, 2)])
+def test_forward_all_puts_everything_back(algo, max_tokens, passes):
+    """Without a gradient; of what a module gives, the first if they are two."""
     lengths = (3, 6), (7, 2), (5, 1), (1, 4), (7, 6), (2, 2), (4, 3)
     tokens, mask, _, row_lengths = algo.to_batch(*make_rows(algo, lengths), "cpu")
     minibatches = [algo.pack(row_lengths, rows, max_tokens, "cpu") for rows in (range(4), range(4, 7))]
-    seen = []
+    seen, one = [], torch.ones((), requires_grad=True)
 
     def next_tokens(tokens, mask):
         seen.append(tokens.shape)
-        return tokens.roll(-1, 1) * mask.float()
+        return tokens.roll(-1, 1) * mask * one
 
     expected = torch.where(mask, tokens.roll(-1, 1), 0).float()
-    assert torch.equal(algo.forward_all(next_tokens, minibatches, tokens, mask), expected)
-    assert len(seen) == {1: 7, 10_000: 2}.get(max_tokens, len(seen)) and sum(b for b, _ in seen) == 7
-    pairs = algo.forward_all(lambda *mb: (next_tokens(*mb), None), minibatches, tokens, mask)
-    assert torch.equal(pairs, expected)
-
-
-@copies("ppo_llm")
-def test_forward_all_equals_one_forward(algo, model, critic):
-    tokens, mask, _, lengths = algo.to_batch(*make_rows(algo), "cpu")
-    minibatches = [algo.pack(lengths, rows, 20, "cpu") for rows in (range(3), range(3, 5))]
-    policy = algo.Policy(model, 0.5)
-    for module, expected in (policy, policy(tokens, mask)[0]), (critic, critic(tokens, mask)):
+    for module in next_tokens, lambda *mb: (next_tokens(*mb), None):
         found = algo.forward_all(module, minibatches, tokens, mask)
-        assert not found.requires_grad and torch.allclose(found, expected, atol=2e-5)
+        assert torch.equal(found, expected) and not found.requires_grad
+    assert len(seen) == 2 * passes
 
 
 def test_draw_prompts_is_one_stream(algo):
@@ -616,43 +428,17 @@ def test_draw_prompts_is_one_stream(algo):
 # --- The sampler against the training pass ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def misled(algo, toy_run, tmp_path, monkeypatch, capsys):
-    """misled(change, iteration) -> (lines of metrics, what the run ended with, if it did): from that iteration on
-    change(log-probs) stands for the sampler's log-probs of the first response."""
-
-    def run(change, iteration=1, **flags):
-        calls, real = [], algo.generate
-
-        def generate(*args):
-            first, *others = calls.append(args) or real(*args)
-            return [first._replace(logprobs=change(first.logprobs)) if len(calls) >= iteration else first, *others]
-
-        monkeypatch.setattr(algo, "generate", generate)
-        error = None
-        try:
-            toy_run(minibatch_size=8, total_iterations=3, **flags)  # one step: all rows are compared
-        except SystemExit as stop:
-            (error,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
-            assert stop.code == 1
-        assert iteration <= len(calls) <= 3
-        return len(read_metrics(tmp_path / "runs" / "run0")), error
-
-    return run
+@each_script()
+def test_rounding_of_the_sampler_does_not_end_the_run(algo, toy_run, monkeypatch):
+    """What does: test_loop.py."""
+    real = algo.cut_responses
+    monkeypatch.setattr(algo, "cut_responses", lambda tokens, logprobs, *rest: real(tokens, logprobs - 1e-3, *rest))
+    _, metrics = toy_run()
+    assert metrics[2]["rollout/logprob_diff"] == pytest.approx(1e-3, rel=0.01)
 
 
 @each_script()
-@pytest.mark.parametrize("iteration", [1, 3])
-def test_a_log_prob_of_the_sampler_that_is_no_number_ends_the_run(misled, iteration):
-    """One token's is enough, and it is larger than any limit: no comparison with NaN is true."""
-    lines, error = misled(lambda logprobs: [math.nan, *logprobs[1:]], iteration)
-    assert lines == iteration and error.startswith(
-        f"error: iteration {iteration}: sampler and training pass differ by nan"
-    )
-
-
-@each_script()
-def test_a_log_prob_of_the_training_pass_that_is_no_number_ends_the_run(algo, misled, monkeypatch):
+def test_a_log_prob_of_the_training_pass_that_is_no_number_ends_the_run(algo, toy_run, tmp_path, monkeypatch, capsys):
     """Its gradient is none either, so that no step is taken."""
     real = algo.Policy.forward
 
@@ -661,20 +447,7 @@ def test_a_log_prob_of_the_training_pass_that_is_no_number_ends_the_run(algo, mi
         return logprobs.masked_fill(mask.cumsum(1) == 2, math.nan), entropy
 
     monkeypatch.setattr(algo.Policy, "forward", forward)
-    lines, error = misled(lambda logprobs: logprobs)
-    assert lines == 1 and error.endswith("nan")
-
-
-@each_script()
-@pytest.mark.parametrize("iteration", [1, 2, 3])
-def test_a_sampler_that_goes_astray_ends_the_run_in_whatever_iteration(misled, iteration):
-    lines, error = misled(lambda logprobs: [x - 1 for x in logprobs], iteration)
-    assert lines == iteration and error.startswith(
-        f"error: iteration {iteration}: sampler and training pass differ by 0."
-    )
-    assert error.endswith("or other weights sampled")  # as in a run that is off-policy
-
-
-@each_script()
-def test_rounding_does_not(misled):
-    assert misled(lambda logprobs: [x - 1e-3 for x in logprobs]) == (4, None)
+    with pytest.raises(SystemExit) as stop:
+        toy_run(minibatch_size=8)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    assert stop.value.code == 1 and line.endswith("nan") and len(read_metrics(tmp_path / "runs" / "run0")) == 1

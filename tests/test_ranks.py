@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import compose, copies, make_model, path_of, toy_rows, untimed, write_rows
 from ranks import bare, run_ranks, train
+from transformers import GenerationConfig
 
 # Every term of both losses, several steps. With plain SGD: AdamW turns rounding into steps.
 FLAGS = {"track": "none", "lr": 0.05, "critic_lr": 0.05, "batch_size": 8, "minibatch_size": 4, "microbatch_tokens": 40}
@@ -14,12 +15,15 @@ ADAM = {"lr": 1e-3, "critic_lr": 1e-3, "eval_rows": 1}  # a row to evaluate that
 # Of a run: (flags, options).
 SGD_FIXED = (FIXED, {"sgd": True, "fixed": True})
 SAMPLED = (ADAM, {})
+GRPO_SAMPLED = ({"lr": 1e-3, "eval_rows": 5}, {})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     make_model(folder / "model", initializer_range=0.05)  # mild: less is lost by cancellation
+    # Of the sharded script rank 0 alone reads this file.
+    GenerationConfig(eos_token_id=[5, 6, 7]).save_pretrained(folder / "model")
     write_rows(folder / "train.jsonl", toy_rows(24))
     write_rows(folder / "test.jsonl", toy_rows(5, 100))
     (folder / "toy_reward.py").write_text(
@@ -58,7 +62,7 @@ def ppo(runs):
 
 @pytest.fixture(scope="module")
 def grpo(runs):
-    return runs("grpo_llm", 1, {"sgd": SGD_FIXED, "sampled": ({"lr": 1e-3, "eval_rows": 5}, {})})
+    return runs("grpo_llm", 1, {"sgd": SGD_FIXED, "sampled": GRPO_SAMPLED})
 
 
 def lora():
@@ -96,71 +100,47 @@ def alike(found):
             assert all(torch.equal(x, other["weights"][model][name]) for name, x in first["weights"][model].items())
 
 
-@pytest.fixture(scope="module")
-def ppo_by_two(runs):
-    return runs("ppo_llm", 2, {"sgd": SGD_FIXED, "lora": lora()})
-
-
 @copies("ppo_llm")
-@pytest.mark.parametrize("name", ["sgd", "lora"])
-def test_ppo_by_two(ppo, ppo_by_two, name):
-    compare(ppo_by_two[name], ppo[name], 1e-5)
-    compare_gradients(ppo_by_two[name], ppo[name], 1e-5)
-    alike(ppo_by_two[name])
-    start, end = ppo[name][0]["gradients"][0], ppo[name][0]["gradients"][16]
-    assert (start - end).abs().max() > 1e-3  # the policy's, of the first iteration and the last
-    counts = [rank["sizes"] for rank in ppo_by_two[name]]
-    assert any(len(a) != len(b) for a, b in zip(*counts))  # ranks had different numbers of micro-batches
-
-
-@pytest.fixture(scope="module")
-def grpo_by_two(runs):
-    return runs("grpo_llm", 2, {"sgd": SGD_FIXED})
+def test_ppo_by_two(ppo, runs):
+    found = runs("ppo_llm", 2, {"sgd": SGD_FIXED, "lora": lora()})
+    for name, ranks in found.items():
+        compare(ranks, ppo[name], 1e-5)
+        compare_gradients(ranks, ppo[name], 1e-5)
+        alike(ranks)
+        start, end = ppo[name][0]["gradients"][0], ppo[name][0]["gradients"][16]
+        assert (start - end).abs().max() > 1e-3  # the policy's, of the first iteration and the last
+        counts = [rank["sizes"] for rank in ranks]
+        assert any(len(a) != len(b) for a, b in zip(*counts))  # ranks had different numbers of micro-batches
 
 
 @copies("grpo_llm")
-def test_grpo_by_two(grpo, grpo_by_two):
-    compare(grpo_by_two["sgd"], grpo["sgd"], 1e-5)
-    compare_gradients(grpo_by_two["sgd"], grpo["sgd"], 1e-5)
-    alike(grpo_by_two["sgd"])
+def test_grpo_by_two(grpo, runs):
+    found = runs("grpo_llm", 2, {"sgd": SGD_FIXED})
+    compare(found["sgd"], grpo["sgd"], 1e-5)
+    compare_gradients(found["sgd"], grpo["sgd"], 1e-5)
+    alike(found["sgd"])
 
 
 # ---------------------------------------------------------------------------------------------------------- sharded
 
 ALL = {"offload": True, "gradient_checkpointing": True}
+SHARDED_ROLLOUT = (ADAM | {"rollout_params": "sharded"}, {})
 SHARDED = {
     "sgd": SGD_FIXED,
-    "copies": (FIXED | ALL | {"shard_group_size": 1}, SGD_FIXED[1]),
-    "sharded rollout": (ADAM | {"rollout_params": "sharded"}, {}),
-}
-ALONE = {
     "lora": lora(),
-    "offload": (FIXED | {"offload": True}, SGD_FIXED[1]),
-    "checkpointing": (FIXED | {"gradient_checkpointing": True}, SGD_FIXED[1]),
-    "copies alone": (FIXED | {"shard_group_size": 1}, SGD_FIXED[1]),
-    "sampled": SAMPLED,
+    "copies": (FIXED | ALL | {"shard_group_size": 1}, SGD_FIXED[1]),
+    "sharded rollout": SHARDED_ROLLOUT,
 }
 BY_FOUR = {
-    "sgd": SGD_FIXED,
     "pairs": (FIXED | ALL | {"shard_group_size": 2}, SGD_FIXED[1]),
     "sampled": SAMPLED,
-    "sharded rollout": (ADAM | {"rollout_params": "sharded"}, {}),
+    "sharded rollout": SHARDED_ROLLOUT,
 }
 
 
 @pytest.fixture(scope="module")
 def sharded_by_two(runs):
     return runs("ppo_llm_fsdp", 2, SHARDED)
-
-
-@pytest.fixture(scope="module")
-def sharded_alone(runs):
-    return runs("ppo_llm_fsdp", 2, ALONE)
-
-
-@pytest.fixture(scope="module")
-def sharded_by_four(runs):
-    return runs("ppo_llm_fsdp", 4, BY_FOUR)
 
 
 def check_sharded(name, found, ppo):
@@ -176,15 +156,9 @@ def test_sharded_by_two(ppo, sharded_by_two, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALONE)
-def test_each_flag_alone(ppo, sharded_alone, name):
-    check_sharded(name, sharded_alone[name], ppo)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BY_FOUR)
-def test_sharded_by_four(ppo, sharded_by_four, name):
-    check_sharded(name, sharded_by_four[name], ppo)
+def test_sharded_by_four(ppo, runs):
+    for name, found in runs("ppo_llm_fsdp", 4, BY_FOUR).items():
+        check_sharded(name, found, ppo)
 
 
 def test_ranks_cut_equally_many_micro_batches(sharded_by_two):
@@ -195,37 +169,11 @@ def test_ranks_cut_equally_many_micro_batches(sharded_by_two):
 
 # --------------------------------------------------------------------------------------------------------- composed
 
-TRUE = {"lr": 1e-3, "eval_rows": 5}  # AdamW, real sampling
-
-
-@pytest.fixture(scope="module")
-def composed(runs):
-    return runs("grpo_llm_fsdp", 2, {"sgd": (FIXED, SGD_FIXED[1]), "sampled": (TRUE, {})})
-
-
-@pytest.fixture(scope="module")
-def composed_otherwise(runs):
-    return runs("grpo_llm_fsdp", 2, {"all": (TRUE | ALL | {"rollout_params": "sharded"}, {})})
-
-
-def check_composed(found, expected):
-    ours, theirs = (untimed(ranks[0]["metrics"]) for ranks in (found, expected))
-    assert len(ours) == 4
-    for a, b in zip(ours, theirs):
-        assert a.keys() == b.keys()
-        for metric in a.keys() - {"step", "rollout/logprob_diff"}:
-            assert a[metric] == pytest.approx(b[metric], rel=1e-3, abs=1e-5), (a["step"], metric)
-        assert abs(a.get("rollout/logprob_diff", 0) - b.get("rollout/logprob_diff", 0)) < 1e-3
-
 
 @copies("grpo_llm")
-@pytest.mark.parametrize("name", ["sgd", "sampled"])
-def test_composed_is_grpo(composed, grpo, name):
-    """The merged script on two ranks: the metrics of grpo_llm.py."""
-    check_composed(composed[name], grpo[name])
-
-
-@copies("grpo_llm")
-@pytest.mark.slow
-def test_composed_with_a_sharded_rollout_and_offload(composed_otherwise, grpo):
-    check_composed(composed_otherwise["all"], grpo["sampled"])
+def test_composed_is_grpo(runs, grpo):
+    """The merged script on two ranks, also with AdamW and real sampling: what grpo_llm.py computes."""
+    found = runs("grpo_llm_fsdp", 2, {"sgd": SGD_FIXED, "sampled": GRPO_SAMPLED})
+    compare(found["sgd"], grpo["sgd"], 1e-5)
+    compare_gradients(found["sgd"], grpo["sgd"], 1e-5)
+    compare(found["sampled"], grpo["sampled"], 1e-4, 1e-3)
