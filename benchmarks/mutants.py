@@ -254,14 +254,17 @@ def copy_project(folder):
 
 
 def test_files(mutant):
-    """Of the default suite, those that name the mutant's function most often first; no other test reads tiny_ppo.py."""
+    """Of the default suite, first those that share rare words with the line; no other test reads tiny_ppo.py."""
     if mutant.id.startswith(TINY):
         return ["tiny"]
-    if mutant.function in ("main", "Args"):
-        return TESTS
-    words = re.compile(rf"\b{mutant.function}\b")
-    named = {name: len(words.findall((ROOT / "tests" / f"test_{name}.py").read_text())) for name in TESTS}
-    return sorted(TESTS, key=lambda name: -named[name])
+    texts = {name: (ROOT / "tests" / f"test_{name}.py").read_text() for name in TESTS}
+    shares = dict.fromkeys(TESTS, 0.0)
+    for word in {*re.findall(r"[a-z_]{4,}", mutant.before), mutant.function}:
+        counts = {name: len(re.findall(rf"\b{word}\b", text)) for name, text in texts.items()}
+        for name, count in counts.items():
+            shares[name] += count / max(1, sum(counts.values()))
+    first = {"main": ["oracle"], "Args": ["launch"], "EMBEDDED": ["launch"]}.get(mutant.function, [])
+    return list(dict.fromkeys([*first, *sorted(TESTS, key=lambda name: -shares[name])]))
 
 
 def attempt(mutant, limit):

@@ -102,6 +102,7 @@ def test_logprobs_equal_bare_prefixes(algo, model, temperature):
 def test_chunks_change_neither_results_nor_gradients(algo, model):
     tokens, mask = make_batch(algo)
     policy, sizes = algo.Policy(model, 0.7).train(), []
+    assert policy.chunk_elements == 2**26  # 256 MiB, as chapter 14 reckons
     weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
     model.get_output_embeddings().register_forward_hook(lambda m, i, logits: sizes.append(tuple(logits.shape)))
 

@@ -60,6 +60,14 @@ def test_the_same_seed_gives_the_same_run(toy_run):
     assert first == second != other
 
 
+def test_clocks(toy_run):
+    began = time.perf_counter()
+    _, metrics = toy_run()
+    elapsed = time.perf_counter() - began
+    assert all(0 < m["time/rollout"] < m["time/iteration"] for m in metrics[1:])
+    assert sum(m["time/iteration"] for m in metrics[1:]) < elapsed
+
+
 def test_sampling_noise_belongs_to_the_row_and_the_iteration(toy_run, spy, algo):
     calls = spy(algo, "generate")
     toy_run(total_iterations=2, rollout_batch_size=3)
