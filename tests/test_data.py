@@ -213,7 +213,7 @@ def test_a_run_on_verls_parquet_with_a_template_file(toy_run, tmp_path):
         "    return [float(a) for a in answers]\n"
     )
     flags = VERLS | {"dataset": f"{tmp_path}/train.parquet", "reward": f"{tmp_path}/reward_on_chats.py:f"}
-    run_dir, metrics = toy_run(chat_template=f"{tmp_path}/chat.jinja", total_iterations=1, **flags)
+    run_dir, metrics = toy_run(chat_template=f"{tmp_path}/chat.jinja", total_iterations=1, batch_size=8, **flags)
     assert metrics[1]["reward/mean"] == 3.5  # one epoch: the answers 0 to 7
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "final")
     assert tokenizer.apply_chat_template(chat("hi"), tokenize=False, add_generation_prompt=True) == "u#hi\na#"
