@@ -1,6 +1,7 @@
 """What was interrupted goes on as if it had not been: to the bit, on two processes."""
 
 import os
+import pickle
 import shutil
 import signal
 import time
@@ -96,6 +97,23 @@ def test_a_path_that_is_no_checkpoint(toy_run, tmp_path, monkeypatch, capsys, pa
     (tmp_path / "runs" / "A" / "args.json").write_text("mine")
     monkeypatch.chdir(tmp_path)
     assert_refused(toy_run, tmp_path, capsys, resume=path, run_name=None)
+
+
+class Code:
+    """What loading by pickle would run."""
+
+    def __reduce__(self):
+        return print, ("code of a checkpoint ran",)
+
+
+@each_script()
+def test_code_in_a_checkpoint_is_not_run(toy_run, capsys):
+    run_dir, _ = toy_run(total_iterations=1, save_every=1, run_name="run")
+    (file,) = run_dir.glob("checkpoints/step_000001/*.pt")
+    torch.save(torch.load(file, weights_only=True) | {"more": Code()}, file)
+    with pytest.raises(pickle.UnpicklingError):
+        toy_run(total_iterations=2, run_name="run", resume="auto")
+    assert "code of a checkpoint ran" not in capsys.readouterr().out
 
 
 def test_without_a_name_a_run_has_that_of_the_script(algo, tmp_path):
