@@ -54,6 +54,13 @@ def test_gradients_do_not_depend_on_micro_batches(toy_run):
             assert a == pytest.approx(b, rel=2e-6, abs=2e-6)
 
 
+def test_a_response_without_an_eos_loses_the_penalty(toy_run):
+    flags = {"total_iterations": 1, "max_response_length": 30}
+    plain, less = (toy_run(missing_eos_penalty=penalty, **flags)[1][1] for penalty in (0.0, 0.7))
+    penalty = 0.7 * plain["response/truncated_frac"]
+    assert 0 < penalty < 0.7 and less["reward/mean"] == pytest.approx(plain["reward/mean"] - penalty, abs=1e-6)
+
+
 @each_script()
 def test_the_same_seed_gives_the_same_run(toy_run):
     first, second, other = (untimed(toy_run(seed=seed)[1]) for seed in (1, 1, 2))
@@ -148,6 +155,7 @@ def test_evaluation_scores_every_chosen_row_once(toy_run, spy, algo):
     calls = spy(algo, "generate")
     run_dir, metrics = toy_run(eval_rows=5, total_iterations=4, eval_every=2, temperature=0.5)
     assert [args[4] for args in calls] == [0, 1, 0.5, 0.5, 0, 1, 0.5, 0.5, 0, 1]
+    assert torch.equal(calls[1][2], calls[9][2])  # with the same noise each time
     assert [("eval/score" in m) for m in metrics] == [True, False, True, False, True]
     rows = read_rows(run_dir / "completions" / "eval_000004.jsonl")
     assert len(rows) == 5 == len({row["prompt"] for row in rows})
@@ -165,13 +173,6 @@ def test_what_the_policy_writes_in_training_is_kept_without_evaluation(toy_run):
         assert len(rows) == 8 and all(row.keys() == {"prompt", "response", "score"} for row in rows)
         assert sum(row["score"] for row in rows) / 8 == pytest.approx(metrics[step]["reward/mean"], abs=1e-6)
     assert metrics[0] == {"step": 0} and not any(name.startswith("eval/") for m in metrics for name in m)
-
-
-@each_script()
-def test_only_evaluating(toy_run):
-    run_dir, metrics = toy_run(total_iterations=0, eval_rows=7)
-    assert [m["step"] for m in metrics] == [0] and metrics[0]["eval/length_mean"] > 0
-    assert not (run_dir / "final").exists() and not list(run_dir.glob("best*"))
 
 
 @each_script()
@@ -551,7 +552,6 @@ def test_a_classifier_is_no_policy(toy_run, tmp_path, capsys):
 
 
 def test_an_error_in_a_reward_file_shows_file_and_line(toy_run, tmp_path):
-    """It is not caught."""
     (tmp_path / "keyed_reward.py").write_text("def bad(prompts, responses, answers):\n    return {}[4]\n")
     with pytest.raises(KeyError) as error:
         toy_run(reward=f"{tmp_path}/keyed_reward.py:bad")

@@ -310,6 +310,7 @@ def agrees(flags, ranks):
         for name, expected in iterate(oracle, answers, iteration).items():
             close(line[name], float(expected), f"{name} of iteration {iteration}")
     assert next(oracle.steps, None) is None
+    assert 0 < lines[-1]["response/truncated_frac"] < 1
     return lines
 
 
@@ -360,7 +361,7 @@ def complete(script, flags, toy, folder):
 @pytest.fixture(scope="session")
 def toy(tiny_model, toy_data, toy_reward):
     off = dict.fromkeys(["eval_every", "eval_rows", "save_every"], 0)
-    task = {"model": tiny_model, "dataset": toy_data, "reward": toy_reward, "max_response_length": 10}
+    task = {"model": tiny_model, "dataset": toy_data, "reward": toy_reward, "max_response_length": 8}
     return off | task | {"track": "none"}
 
 
