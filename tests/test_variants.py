@@ -732,7 +732,8 @@ def test_bypass_corrects_for_the_sampler(variant, train, folder, tmp_path, monke
     assert token["actor/grad_norm"] == pytest.approx(rollout["actor/grad_norm"], rel=1e-5)
     assert token["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=1e-4)
     same = plain.keys() - {"rollout/logprob_diff"}
-    assert {name: capped[name] for name in same} == {name: plain[name] for name in same}  # every weight is 1
+    # Every weight is 1, up to the rounding between sampler and training pass.
+    assert {name: capped[name] for name in same} == pytest.approx({name: plain[name] for name in same}, 1e-5, 1e-6)
 
 
 def test_bypass_without_a_pass(variant, train, monkeypatch):
