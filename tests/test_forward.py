@@ -145,6 +145,16 @@ def test_padding_changes_nothing(algo, model, critic):
 
 
 @copies("ppo_llm")
+def test_a_training_pass_keeps_no_cache(algo, model, critic):
+    """Keys and values are for sampling: here they would only hold memory."""
+    passes, batch = [], make_batch(algo)
+    for network in model, critic.model:
+        network.base_model.register_forward_hook(lambda module, inputs, output: passes.append(output))
+    algo.Policy(model, 1.0)(*batch), critic(*batch)
+    assert [output.past_key_values for output in passes] == [None, None]
+
+
+@copies("ppo_llm")
 def test_dropout_of_the_checkpoint_is_off_in_train_mode(algo, tmp_path, folder):
     arch = AutoModelForCausalLM.from_pretrained(folder).config.model_type
     folder, (tokens, mask) = make_model(tmp_path, arch, dropout=0.5), make_batch(algo)

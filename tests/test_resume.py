@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import SCRIPTS, compose, each_script, forked, launch, read_metrics, start, untimed
 from ranks import free_port, load_script, run_ranks, train
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 # ----------------------------------------------------------------------------------------- ranks without a launcher
 
@@ -142,6 +143,18 @@ def test_another_batch_size_goes_on_where_the_data_stood(algo, toy_run, tmp_path
     assert starts == [(0, 2 * small), (2 * small, small), (3 * small, 2 * small)]
     toy_run(total_iterations=2, run_name="uncounted", **flags | smaller)
     assert starts[3:] == [(small, small)]
+
+
+@each_script()
+def test_hyperparameters_are_those_of_the_flags_of_now(toy_run):
+    found = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: found.append(optimizer.param_groups[0]))
+    toy_run(total_iterations=1, save_every=1, run_name="run", weight_decay=0.1)
+    decays = {group["weight_decay"] for group in found}
+    found.clear()
+    toy_run(total_iterations=2, run_name="run", resume="auto", weight_decay=0.5)
+    hook.remove()
+    assert decays == {0.1} and {group["weight_decay"] for group in found} == {0.5}
 
 
 # ---------------------------------------------------------------------------------------- signals, and a lost launcher

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import ranks
 import torch
 from conftest import (
     ROOT,
@@ -23,7 +24,7 @@ from conftest import (
     untimed,
     write_rows,
 )
-from ranks import load_script
+from ranks import load_script, run_ranks
 
 sys.path.insert(0, str(ROOT / "notes"))
 sys.path.insert(0, str(ROOT / "notes" / "variants"))
@@ -1068,16 +1069,14 @@ def test_target_kl_leaves_out_steps_and_their_loss(variant, train, folder, tmp_p
     assert {m: stopped[m] for m in stopped if m.startswith("critic/")} == {m: free[m] for m in free if "critic/" in m}
 
 
-@pytest.mark.slow
 def test_target_kl_stops_two_processes_together(train, folder, tmp_path):
     """At a minibatch in the middle, whose KL differs on the two."""
     flags = {"batch_size": 16, "minibatch_size": 4, "ppo_epochs": 3, "target_kl": 3e-3, "lr": 3e-4}
     one = untimed(train("target_kl", **flags))
     assert {m["actor/steps"] for m in one[1:]} - {1, 12}
-    flags = flags_of("target_kl", folder) | flags | {"output_dir": tmp_path, "run_name": "two"}
-    code, console = forked(folder / "target_kl_llm.py", flags)
-    assert code == 0, console
-    for a, b in zip(one, untimed(read_metrics(tmp_path / "two")), strict=True):
+    flags = flags_of("target_kl", folder) | flags | {"output_dir": str(tmp_path), "run_name": "two"}
+    two, _ = run_ranks(2, ranks.train, str(folder / "target_kl_llm.py"), [(flags, {})], timeout=60)
+    for a, b in zip(one, untimed(two[0]["metrics"]), strict=True):
         for metric in a.keys() - {"rollout/logprob_diff"}:
             assert a[metric] == pytest.approx(b[metric], rel=1e-4, abs=1e-6), metric
 
