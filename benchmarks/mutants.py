@@ -1,7 +1,7 @@
 """Do the tests notice a wrong line? Faults by fixed operators, a seeded sample of them, each against the default suite.
 
-    python benchmarks/mutants.py list --count 120 --seed 1          # the sample, no run
-    python benchmarks/mutants.py run --count 120 --seed 1           # results/mutants/seed_1.csv, goes on where it was
+    python benchmarks/mutants.py list --count 125 --seed 1          # the sample, no run
+    python benchmarks/mutants.py run --count 125 --seed 1           # results/mutants/seed_1.csv, goes on where it was
     python benchmarks/mutants.py run --only ppo_llm.py:412:sign:0   # one of them, with the console of what killed it
 
 A mutant is one change to one code line of the three scripts or of notes/tiny_ppo.py. A line that several scripts have

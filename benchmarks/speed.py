@@ -1,6 +1,7 @@
 """Speed against other trainers on the same work, and of our parts alone.
 
     python benchmarks/speed.py iteration --trl TRL/bin/python --trl-ppo TRL12/bin/python    against TRL
+    python benchmarks/speed.py iteration --steps 1 --only GRPO --trl TRL/bin/python         one optimizer step a batch
     python benchmarks/speed.py rollout      against transformers' generate and generate_batch
     python benchmarks/speed.py memory       of an update with a vocabulary of 151,936
     python benchmarks/speed.py scaling      two processes against one, batches of 1x to 8x
@@ -14,10 +15,8 @@ The peers have environments of their own: `pip install trl` (newest) and `trl==1
 contenders take turns, round by round; a number is the median over rounds of ratios within a round, of medians over the
 iterations after the warm-up. Results are appended to benchmarks/results/speed/measured.jsonl, or to that of another
 folder (--results); tables and figures are made from it. Phases are timed from outside, by benchmarks/phases.py.
-
-What benchmarks/results/speed holds was measured with version 0.2 (commit c9bdd21). There "PPO ours" took the sampler's
-log-probs for the old ones (--old-logprobs rollout), which the script no longer does: today's "PPO ours" is the "PPO
-ours, recompute" of then. So let what is measured anew not join it: name another folder.
+Against TRL, a round does not count in which a peer took a fifth more or less than in its median round: something else
+disturbed it. It is repeated, up to twice as many rounds in all; the table says how many did not count.
 """
 
 import argparse
@@ -67,6 +66,8 @@ if {forced}:  # an EOS is a token like any other
     algo.collect_eos_ids = lambda *args: []
 algo.main(algo.parse_args())
 """
+
+SETTING = "size", "processes", "forced", "steps"  # of a measurement of iterations
 
 # What is undone, as replacements in a copy of grpo_llm.py, where each text stands once.
 UNDONE = {
@@ -206,9 +207,10 @@ def contenders(task, trl, trl_ppo, folder):
     loss = f"--kl-loss-coef {BETA} --kl-reward-coef 0"
     reward = f"--kl-reward-coef {BETA} --kl-loss-coef 0"
     single = task | {"prompts": task["prompts"] * task["group_size"], "group_size": 1}
-    shared = folder / "shared_prompt"
-    shared.mkdir(exist_ok=True)
-    (shared / "grpo_llm.py").write_text(variants.patched("shared_prompt"))
+    shared, bypass = folder / "shared_prompt", folder / "bypass"
+    for place, script in (shared, "grpo_llm.py"), (bypass, "ppo_llm.py"):
+        place.mkdir(exist_ok=True)
+        (place / script).write_text(variants.patched(place.name))
     result = {
         "GRPO ours": lambda: run_ours("grpo_llm", f"--estimator grpo {loss}", task, folder),
         "GRPO ours, shared_prompt": lambda: run_ours("grpo_llm", f"--estimator grpo {loss}", task, folder, shared),
@@ -217,6 +219,7 @@ def contenders(task, trl, trl_ppo, folder):
         "RLOO ours, shared_prompt": lambda: run_ours("grpo_llm", f"--estimator rloo {reward}", task, folder, shared),
         "RLOO TRL": trl and (lambda: run_peer(trl, "RLOO", task, folder)),
         "PPO ours": lambda: run_ours("ppo_llm", reward, single, folder),
+        "PPO ours, bypass": lambda: run_ours("ppo_llm", reward, single, folder, bypass),
         "PPO TRL": trl_ppo and (lambda: run_peer(trl_ppo, "PPO", single, folder)),
     }
     return {name: run for name, run in result.items() if run}
@@ -242,15 +245,33 @@ def iteration(args):
         folder = Path(temporary)
         base = {"model": make_model(folder, args.size), "rows": make_rows(args.size), "iterations": args.iterations}
         base |= SIZES[args.size] | {"processes": args.processes, "forced": args.forced}
+        args.steps = base["steps"] = args.steps or base["steps"]
         runs = contenders(base, args.trl, args.trl_ppo, folder)
         runs = {name: run for name, run in runs.items() if not args.only or name.split()[0] in args.only.split(",")}
-        for number in range(args.rounds):
+        setting = {key: getattr(args, key) for key in SETTING}
+        rows = []
+        for number in range(2 * args.rounds):
             for name, run in runs.items():
                 lines, peak = run()
                 lines = lines[args.warm_up :]
                 values = {key: statistics.median(line[key] for line in lines) for key in lines[0]}
-                setting = {key: getattr(args, key) for key in ("size", "processes", "forced")}
+                rows.append({"machine": machine(), "round": number, "name": name} | values)
                 record("iteration", round=number, name=name, peak_bytes=peak, **setting, **values)
+            if number + 1 - len(disturbed_rounds(rows)) >= args.rounds:
+                break
+
+
+def disturbed_rounds(rows):
+    """{(machine, round)} in which a peer's time was a fifth off that of its median round on that machine."""
+    times = {}
+    for row in rows:
+        if row["name"].endswith("TRL"):
+            times.setdefault((row["machine"], row["name"]), {})[row["round"]] = row["seconds"]
+    disturbed = set()
+    for (where, _), seconds in times.items():
+        usual = statistics.median(seconds.values())
+        disturbed |= {(where, number) for number, x in seconds.items() if abs(x / usual - 1) > 0.2}
+    return disturbed
 
 
 # A process of its own for each case of `rollout`, so that no peer leaves its memory or settings to another.
@@ -596,13 +617,18 @@ def table(args):
     for machine in dict.fromkeys(row["machine"] for row in rows):
         text += [f"- {machine}: {', '.join(what for what in of if any(r['machine'] == machine for r in of[what]))}"]
     text += [""]
-    settings = dict.fromkeys((r["size"], r["processes"], r["forced"]) for r in of.get("iteration", []))
-    for size, processes, forced in settings:
-        mine = [r for r in of["iteration"] if (r["size"], r["processes"], r["forced"]) == (size, processes, forced)]
+    settings = dict.fromkeys(tuple(r[key] for key in SETTING) for r in of.get("iteration", []))
+    for setting in settings:
+        size, processes, forced, steps = setting
+        measured = [r for r in of["iteration"] if tuple(r[key] for key in SETTING) == setting]
+        disturbed = disturbed_rounds(measured)
+        mine = [r for r in measured if (r["machine"], r["round"]) not in disturbed]
         title = f"{size}, {processes} process{'es' * (processes > 1)}, {'lengths forced equal' if forced else 'EOS on'}"
+        title += f", {steps} step{'s' * (steps > 1)} a batch"
         work = (
-            f"{SIZES[size]['prompts'] * SIZES[size]['group_size']} responses, {SIZES[size]['steps']} optimizer step(s)"
+            f"{SIZES[size]['prompts'] * SIZES[size]['group_size']} responses per iteration. Rounds that were disturbed"
         )
+        work += f" and did not count: {len(disturbed)}."
         lines, stacks = [], []
         for name in dict.fromkeys(r["name"] for r in mine):
             own = [r for r in mine if r["name"] == name]
@@ -613,8 +639,8 @@ def table(args):
             lines.append([*line, ratio])
             stacks.append((name, {"rollout": sampling, "the rest": seconds - sampling}))
         head = ["", "rounds", "iteration, s", "of it rollout", "tokens/s", "peak memory, MiB", "against TRL"]
-        text += [f"## Iterations: {title}", "", f"{work} per iteration.", "", *markdown(head, lines)]
-        bars(RESULTS / f"{size}-{processes}-{'forced' if forced else 'eos'}.png", title, stacks)
+        text += [f"## Iterations: {title}", "", work, "", *markdown(head, lines)]
+        bars(RESULTS / f"{size}-{processes}-{'forced' if forced else 'eos'}-{steps}.png", title, stacks)
     for size, group_size in dict.fromkeys((r["size"], r["group_size"]) for r in of.get("rollout", [])):
         mine = [r for r in of["rollout"] if (r["size"], r["group_size"]) == (size, group_size)]
         failed = {r["name"]: r["failed"] for r in mine if "failed" in r}
@@ -705,6 +731,7 @@ if __name__ == "__main__":
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--forced", action="store_true", help="every response has the full length")
+    parser.add_argument("--steps", type=int, help="optimizer steps an iteration, if not those of the size")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=2, help="iterations that do not count")

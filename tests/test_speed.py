@@ -18,7 +18,7 @@ def speed(monkeypatch, tmp_path):
     return module
 
 
-OURS = ("GRPO ours", ""), ("GRPO ours, shared_prompt", ""), ("PPO ours", "")
+OURS = ("GRPO ours", ""), ("GRPO ours, shared_prompt", ""), ("PPO ours", ""), ("PPO ours, bypass", "")
 TRLS = ("GRPO TRL", "TRL_PYTHON"), ("RLOO TRL", "TRL_PYTHON"), ("PPO TRL", "TRL_PPO_PYTHON")
 
 
@@ -70,13 +70,15 @@ def test_phases_fill_an_iteration(script, toy_flags, tmp_path, monkeypatch):
 def test_the_table_has_medians_of_ratios(speed, tmp_path):
     assert speed.make_rows("tiny")[0]["prompt"] in (ROOT / "benchmarks" / "tiny" / "train.jsonl").read_text()
     setting = {"size": "tiny", "processes": 2, "forced": False, "tokens": 100, "rollout": 0.5, "peak_bytes": 2**20}
-    for number, (ours, peer) in enumerate([(1, 4), (2, 4), (3, 4)]):
+    setting["steps"] = 4
+    for number, (ours, peer) in enumerate([(1, 4), (2, 4), (9, 5), (3, 4)]):  # in the third something disturbed both
         speed.record("iteration", name="GRPO ours", round=number, seconds=ours, **setting)
         speed.record("iteration", name="GRPO TRL", round=number, seconds=peer, **setting)
     speed.table(None)
     text = (tmp_path / "results" / "README.md").read_text()
     assert "| GRPO ours | 3 | 2.00 | 0.50 | 50 | 1 | 0.50x (0.25-0.75) |" in text
-    assert (tmp_path / "results" / "tiny-2-eos.png").stat().st_size > 1000
+    assert "did not count: 1." in text
+    assert (tmp_path / "results" / "tiny-2-eos-4.png").stat().st_size > 1000
     rounds = [("one", "ours", 1), ("one", "peer", 4), ("another", "ours", 1), ("another", "peer", 2)]
     rows = [{"machine": where, "round": 0, "name": name, "seconds": seconds} for where, name, seconds in rounds]
     assert speed.ratios(rows, "ours", "peer") == [0.25, 0.5]  # a round of one machine is not one of another
