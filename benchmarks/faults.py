@@ -8,8 +8,9 @@
     python benchmarks/faults.py inputs 184       what users get wrong in data, models, rewards, flags, checkpoints
 
 Two processes on CPU (`inputs`: one), the embedded model and small batches. The scripts take turns, with the fourth that
-they compose; --scripts names fewer. They are copied first, so that they can be worked on meanwhile. Results go to
-benchmarks/results/faults/; `kills` adds to what is in its kills.jsonl; `kills 0` writes its table again.
+they compose and, in `kills`, a variant with a state of its own; --scripts names fewer. They are copied first, so that
+they can be worked on meanwhile. Results go to benchmarks/results/faults/; `kills` adds to what is in its kills.jsonl;
+`kills 0` writes its table again.
 """
 
 import argparse
@@ -40,12 +41,17 @@ from typing import NamedTuple
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "notes"))
+import variants  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results" / "faults"
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp", "grpo_llm_fsdp"
+VARIANT = "adaptive_kl"
 FLAGS = "--batch-size 8 --minibatch-size 4 --max-response-length 24 --total-iterations 12 --eval-every 3 --save-every 1"
 FLAGS += " --kl-reward-coef 0.02 --warmup-iterations 8"
 OWN = {"ppo_llm": "", "grpo_llm": "--group-size 2 --batch-size 4 --estimator rloo", "ppo_llm_fsdp": "--lora-rank 4"}
 OWN |= {"grpo_llm_fsdp": "--group-size 2 --batch-size 4 --rollout-params sharded"}
+OWN |= {VARIANT: "--kl-target 0.001 --kl-horizon 40"}
 FIRST = 0.3  # share of a run before which it is not killed: libraries are being loaded
 HANGS = 90  # seconds after which what is left of a killed run is killed as well
 
@@ -68,11 +74,12 @@ algo.main(algo.parse_args())
 
 
 def copy_scripts(folder):
-    """The three scripts, the fourth that git composes of them, and beside them the embedded model."""
+    """The three scripts, the fourth that git composes of them, a variant, and beside them the embedded model."""
     for name in SCRIPTS[:3]:
         shutil.copy(ROOT / f"{name}.py", folder)
     merge = ["git", "merge-file", "-p", "grpo_llm.py", "ppo_llm.py", "ppo_llm_fsdp.py"]
     (folder / "grpo_llm_fsdp.py").write_bytes(subprocess.check_output(merge, cwd=folder))
+    (folder / f"{VARIANT}.py").write_text(variants.patched(VARIANT))
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
 
 
@@ -1310,8 +1317,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["kills", "signals", "delays", "soak", "disk", "inputs"])
     parser.add_argument("count", type=int)
-    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
+    parser.add_argument("--scripts", nargs="+", choices=[*SCRIPTS, VARIANT])
     options = parser.parse_args()
+    scripts = options.scripts or (*SCRIPTS, *([VARIANT] if options.what == "kills" else []))
     RESULTS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
@@ -1319,4 +1327,4 @@ if __name__ == "__main__":
         test = (ROOT / "benchmarks" / "tiny" / "test.jsonl").read_text().splitlines(keepends=True)[:16]
         (place / "test.jsonl").write_text("".join(test))
         campaigns = {"kills": kills, "signals": signals, "delays": delays, "soak": soak, "disk": disk, "inputs": inputs}
-        campaigns[options.what](options.count, place, options.scripts)
+        campaigns[options.what](options.count, place, scripts)
