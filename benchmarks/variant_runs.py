@@ -48,6 +48,9 @@ LENGTHS += " --eval-dataset benchmarks/tiny/test.jsonl --max-response-length 144
 LENGTHS += ' --total-iterations 60 --microbatch-tokens 2048 --prompt-suffix ""'
 TWO_REWARDS = f"{LENGTHS} --total-iterations 20 --eval-rows 200 --reward benchmarks/tasks.py"
 CONTROL = f"{LENGTHS} --reward notes/variants/length_control.py:length_control"
+# python notes/variants/gym_tasks.py letter_counting --folder runs/tasks/letters --train 3000 --test 200
+LETTERS = "--dataset {tasks}/letters/train.jsonl --eval-dataset {tasks}/letters/test.jsonl"
+LETTERS += """ --reward notes/variants/gym_tasks.py:gym_tasks --prompt-suffix ' End with "####" and the answer.'"""
 REINFORCE = f"{ONE_STEP} --kl-reward-coef 0 --lam 1 --critic-lr 0"  # the values stay 0
 # Groups of one, whitened over the batch's responses; with one step the ratio is 1, and the clip does nothing.
 BATCH_MEAN = "--estimator reinforce_pp --group-size 1 --batch-size 256 --minibatch-size 256 --kl-loss-coef 0"
@@ -97,6 +100,8 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "lengths-free": ("grpo_llm", LENGTHS, 3),
     "lengths-80": ("grpo_llm", CONTROL, 3),
     "lengths-100": ("grpo_llm", CONTROL, 3),
+    "verify_math": ("grpo_llm", "--reward notes/variants/verify_math.py:verify_math --total-iterations 20", 1),
+    "letters": ("grpo_llm", LETTERS, 1),
 }
 OLD = ("distill",)  # as it was run with version 0.2
 ENVIRONMENT = {f"lengths-{n}": {"LENGTH_TARGET": str(n)} for n in (80, 100)}

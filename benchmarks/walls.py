@@ -1,8 +1,9 @@
-"""Measurements for chapter 1, with notes/tiny_ppo.py: benchmarks/results/walls/.
+"""Measurements for chapters 1 and 4, with notes/tiny_ppo.py: benchmarks/results/walls/.
 
     python benchmarks/walls.py tiny       three seeds of tiny_ppo.py, 40 iterations each
     python benchmarks/walls.py noise      how noisy the gradient is with a baseline and without, at two policies
     python benchmarks/walls.py best       which baseline would leave the least noise
+    python benchmarks/walls.py kinds      the estimates of the KL after 40 iterations: mean and spread over tokens
 
 The chapter's learning curves are experiments of variant_runs.py.
 """
@@ -20,8 +21,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "walls"
-sys.path.append(str(ROOT / "notes"))
+sys.path[:0] = str(ROOT), str(ROOT / "notes")
 import tiny_ppo  # noqa: E402
+
+from ppo_llm import kl_penalty  # noqa: E402
 
 BATCHES = 16  # of 256 responses each
 GROUP_SIZE = 8
@@ -138,14 +141,39 @@ def best(results, seeds):
     write(results / "best.csv", found)
 
 
+def kinds(results, seeds):
+    """Of the tokens of 2,048 responses: each estimate's mean, its std, and how much of its square is in 1% of them."""
+    rows = tiny_ppo.read_rows("train.jsonl")
+    start = trained_actor(1, 0)
+    found = []
+    for seed in seeds:
+        actor = trained_actor(seed, 40)
+        torch.manual_seed(3000 + seed)
+        batch = [rows[i] for i in torch.randperm(len(rows))[: 2 * RESPONSES]]
+        tokens, mask = tiny_ppo.sample(actor, batch)
+        logprobs = []
+        with torch.no_grad():
+            for model in actor, start:
+                parts = [tiny_ppo.log_probs(model, part) for part in tokens.split(128)]
+                logprobs.append(torch.cat(parts)[mask].double())
+        for kind in "k1", "k3", "k2":
+            values = kl_penalty(*logprobs, kind)
+            largest = values.square().sort(descending=True).values
+            line = {"seed": seed, "kind": kind, "tokens": len(values), "mean": values.mean().item()}
+            line |= {"std": values.std().item(), "of 1%": (largest[: len(values) // 100].sum() / largest.sum()).item()}
+            found.append({key: round(x, 5) if isinstance(x, float) else x for key, x in line.items()})
+            print(found[-1], flush=True)
+    write(results / "kinds.csv", found)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tiny", "noise", "best"])
+    parser.add_argument("what", choices=["tiny", "noise", "best", "kinds"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    {"tiny": tiny, "noise": noise, "best": best}[args.what](args.results, args.seeds)
+    {"tiny": tiny, "noise": noise, "best": best, "kinds": kinds}[args.what](args.results, args.seeds)
 
 
 if __name__ == "__main__":

@@ -41,9 +41,8 @@ def dataset(task, options):
 
 
 @timeout(2)  # seconds: 9**9**9**9 would be computed
-def verified(response, entry):
+def verified(response, entry, verifier):
     _, mark, answer = response.rpartition("####")
-    verifier = dataset(entry["metadata"]["source_dataset"], entry["options"])
     return float(verifier.score_answer(answer.strip(), entry=entry)) if mark else 0.0
 
 
@@ -51,8 +50,9 @@ def gym_tasks(prompts, responses, answers, entry):
     scores = []
     for response, text in zip(responses, entry):
         unmarked = json.loads(text, object_hook=lambda value: tuple(value["tuple"]) if "tuple" in value else value)
+        verifier = dataset(unmarked["metadata"]["source_dataset"], unmarked["options"])  # made once: may take longer
         try:
-            scores.append(verified(response, unmarked))
+            scores.append(verified(response, unmarked, verifier))
         except (Exception, TimeoutException):  # a hundred verifiers, not all of which can read whatever a model writes
             scores.append(0.0)
     return scores
