@@ -17,6 +17,10 @@ iterations after the warm-up. Results are appended to benchmarks/results/speed/m
 folder (--results); tables and figures are made from it. Phases are timed from outside, by benchmarks/phases.py.
 Against TRL, a round does not count in which a peer took a fifth more or less than in its median round: something else
 disturbed it. It is repeated, up to twice as many rounds in all; the table says how many did not count.
+
+What benchmarks/results/speed holds was measured with version 0.2 (commit c9bdd21), before rounds were left out. There
+"PPO ours" took the sampler's log-probs for the old ones: it is today's "PPO ours, bypass", and the "PPO ours,
+recompute" of then is today's "PPO ours". So let what is measured anew not join it: name another folder.
 """
 
 import argparse
