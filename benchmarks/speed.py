@@ -201,7 +201,12 @@ def run_peer(python, trainer, task, folder):
     place = folder / f"task-{time.time_ns()}.json"
     task = task | {"trainer": trainer, "beta": BETA, "folder": str(folder / "trl"), "result": f"{place}.out"}
     place.write_text(json.dumps(task | {"model": str(task["model"])}))
-    launch(python, task["processes"], ROOT / "benchmarks" / "peers.py", place)
+    command = python, task["processes"], ROOT / "benchmarks" / "peers.py", place
+    try:
+        launch(*command)
+    except SystemExit as error:  # now and then a process of TRL's aborts when it has trained and ends
+        print(f"{trainer}, once more: {error}", file=sys.stderr)
+        launch(*command)
     lines = read_lines(task["result"])
     return lines[:-1], lines[-1]["peak_bytes"]
 
@@ -212,12 +217,13 @@ def contenders(task, trl, trl_ppo, folder):
     reward = f"--kl-reward-coef {BETA} --kl-loss-coef 0"
     single = task | {"prompts": task["prompts"] * task["group_size"], "group_size": 1}
     shared, bypass = folder / "shared_prompt", folder / "bypass"
-    for place, script in (shared, "grpo_llm.py"), (bypass, "ppo_llm.py"):
+    for place, script in (shared, "grpo_llm"), (bypass, "grpo_llm"), (bypass, "ppo_llm"):
         place.mkdir(exist_ok=True)
-        (place / script).write_text(variants.patched(place.name))
+        variants.apply(place.name, place / f"{script}.py", ROOT / f"{script}.py")
     result = {
         "GRPO ours": lambda: run_ours("grpo_llm", f"--estimator grpo {loss}", task, folder),
         "GRPO ours, shared_prompt": lambda: run_ours("grpo_llm", f"--estimator grpo {loss}", task, folder, shared),
+        "GRPO ours, bypass": lambda: run_ours("grpo_llm", f"--estimator grpo {loss}", task, folder, bypass),
         "GRPO TRL": trl and (lambda: run_peer(trl, "GRPO", task, folder)),
         "RLOO ours": lambda: run_ours("grpo_llm", f"--estimator rloo {reward}", task, folder),
         "RLOO ours, shared_prompt": lambda: run_ours("grpo_llm", f"--estimator rloo {reward}", task, folder, shared),
@@ -253,16 +259,32 @@ def iteration(args):
         runs = contenders(base, args.trl, args.trl_ppo, folder)
         runs = {name: run for name, run in runs.items() if not args.only or name.split()[0] in args.only.split(",")}
         setting = {key: getattr(args, key) for key in SETTING}
-        rows = []
-        for number in range(2 * args.rounds):
+        rows = measured_before(setting)
+        number = max([row["round"] for row in rows], default=-1) + 1
+        while number < 2 * args.rounds and len(counting_rounds(rows, runs)) < args.rounds:
             for name, run in runs.items():
                 lines, peak = run()
                 lines = lines[args.warm_up :]
                 values = {key: statistics.median(line[key] for line in lines) for key in lines[0]}
                 rows.append({"machine": machine(), "round": number, "name": name} | values)
                 record("iteration", round=number, name=name, peak_bytes=peak, **setting, **values)
-            if number + 1 - len(disturbed_rounds(rows)) >= args.rounds:
-                break
+            number += 1
+
+
+def measured_before(setting):
+    """Rows of this setting, from this kind of machine."""
+    path = RESULTS / "measured.jsonl"
+    rows = [row for row in read_lines(path) if row["what"] == "iteration"] if path.exists() else []
+    return [row for row in rows if row["machine"] == machine() and all(row[key] == setting[key] for key in setting)]
+
+
+def counting_rounds(rows, names):
+    """Numbers of the rounds that have all of the names and were not disturbed."""
+    found = {}
+    for row in rows:
+        found.setdefault(row["round"], set()).add(row["name"])
+    disturbed = {number for _, number in disturbed_rounds(rows)}
+    return [number for number, have in found.items() if have >= set(names) and number not in disturbed]
 
 
 def disturbed_rounds(rows):
