@@ -18,9 +18,9 @@ folder (--results); tables and figures are made from it. Phases are timed from o
 Against TRL, a round does not count in which a peer took a fifth more or less than in its median round: something else
 disturbed it. It is repeated, up to twice as many rounds in all; the table says how many did not count.
 
-What benchmarks/results/speed holds was measured with version 0.2 (commit c9bdd21), before rounds were left out. There
-"PPO ours" took the sampler's log-probs for the old ones: it is today's "PPO ours, bypass", and the "PPO ours,
-recompute" of then is today's "PPO ours". So let what is measured anew not join it: name another folder.
+`iteration` goes on from the rounds that are measured already.
+
+In benchmarks/results/speed the lengths that are forced equal are of version 0.2 (commit c9bdd21), on another machine.
 """
 
 import argparse
@@ -651,6 +651,7 @@ def table(args):
         mine = [r for r in measured if (r["machine"], r["round"]) not in disturbed]
         title = f"{size}, {processes} process{'es' * (processes > 1)}, {'lengths forced equal' if forced else 'EOS on'}"
         title += f", {steps} step{'s' * (steps > 1)} a batch"
+        title += "".join(sorted({f", version {r['version']}" for r in measured if "version" in r}))
         work = (
             f"{SIZES[size]['prompts'] * SIZES[size]['group_size']} responses per iteration. Rounds that were disturbed"
         )
