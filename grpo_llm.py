@@ -313,10 +313,15 @@ def main(args: Args):
             signal.default_int_handler(number, frame)
         signals.append(number)
 
+    def release():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
     for number in signal.SIGTERM, signal.SIGINT:
         signal.signal(number, stop_soon)
-    # Forked workers, of a reward function's pool say, must still die of SIGTERM.
+    # Forked workers, a reward's pool, must die of SIGTERM. One that came in their first moment would be lost: it waits.
+    os.register_at_fork(before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]))
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    os.register_at_fork(after_in_parent=release, after_in_child=release)
 
     progress = tqdm(range(first_iteration, args.total_iterations + 1), file=sys.stdout, dynamic_ncols=True)
     for iteration in progress:
@@ -422,7 +427,7 @@ def main(args: Args):
             "rollout/logprob_diff": logprob_diff,
             "reward/mean": mean(scores),
             "reward/std": std(scores),
-            "reward/total_mean": mean(torch.where(mask, rewards, 0).sum(1)),
+            "reward/total_mean": mean(rewards.sum(1)),
             "advantage/mean": mean(advantages, mask),
             "advantage/std": std(advantages, mask),
             "response/length_mean": mean(mask.sum(1)),
@@ -505,7 +510,7 @@ def count_actions(mask):
 
 
 def global_moments(x, mask=None):
-    """(mean, unbiased variance, count) of x, or of it where mask is true, over all ranks; every rank must call it.
+    """(mean, unbiased variance) of x, or of it where mask is true, over all ranks; every rank must call it.
 
     Two passes (E[x^2] - E[x]^2 cancels in floating point); variance 0 for fewer than two entries.
     """
@@ -515,7 +520,7 @@ def global_moments(x, mask=None):
     total, count = all_reduce(torch.stack([x.sum(), mask.sum().double()]))
     average = total / count.clamp(min=1)
     squares = all_reduce(torch.where(mask, x - average, 0).square().sum())
-    return average, squares / (count - 1).clamp(min=1), count
+    return average, squares / (count - 1).clamp(min=1)
 
 
 def mean(x, mask=None):
@@ -533,9 +538,9 @@ def masked_whiten(x, mask):  # [2.7]
 
     Unbiased variance, eps 1e-8; all zeros when fewer than two tokens are valid.
     """
-    average, variance, count = global_moments(x, mask)
+    average, variance = global_moments(x, mask)
     whitened = (x - average) * torch.rsqrt(variance + 1e-8)
-    return torch.where(mask & (count > 1), whitened, 0).to(x.dtype)
+    return torch.where(mask, whitened, 0).to(x.dtype)
 
 
 def place_scores(scores, mask):  # [4.7]
@@ -825,8 +830,7 @@ def pack(lengths, row_numbers, max_tokens, device):  # [3.2]
             parts.append([])
             width = lengths[row]
         parts[-1].append(row)
-    # The first row of a part is its longest.
-    return [(torch.tensor(part, device=device), slice(lengths[part[0]])) for part in parts]
+    return [(torch.tensor(part, device=device), slice(lengths[part[0]])) for part in parts]  # the first is the longest
 
 
 @torch.no_grad()
@@ -1147,7 +1151,6 @@ def load_checkpoint(path, trainees):
         if shapes(weights) != shapes(trained_parameters(model)):
             fail(f"the checkpoint {path} is of another model, or --lora-rank, than {name} is now")
         model.load_state_dict(weights, strict=False)
-        # Moments from the file, hyperparameters from the flags.
         optimizer.load_state_dict(optimizer.state_dict() | {"state": saved_optimizer["state"]})
     return saved["state"]
 

@@ -338,10 +338,15 @@ def main(args: Args):
             signal.default_int_handler(number, frame)
         signals.append(number)
 
+    def release():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
     for number in signal.SIGTERM, signal.SIGINT:
         signal.signal(number, stop_soon)
-    # Forked workers, of a reward function's pool say, must still die of SIGTERM.
+    # Forked workers, a reward's pool, must die of SIGTERM. One that came in their first moment would be lost: it waits.
+    os.register_at_fork(before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]))
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    os.register_at_fork(after_in_parent=release, after_in_child=release)
 
     progress = tqdm(range(first_iteration, args.total_iterations + 1), file=sys.stdout, dynamic_ncols=True)
     for iteration in progress:
@@ -466,7 +471,7 @@ def main(args: Args):
         metrics = {
             "reward/mean": mean(scores),
             "reward/std": std(scores),
-            "reward/total_mean": mean(torch.where(mask, rewards, 0).sum(1)),
+            "reward/total_mean": mean(rewards.sum(1)),
             "advantage/mean": mean(raw_advantages, mask),
             "advantage/std": std(raw_advantages, mask),
             "response/length_mean": mean(mask.sum(1)),
@@ -552,7 +557,7 @@ def count_actions(mask):
 
 
 def global_moments(x, mask=None):
-    """(mean, unbiased variance, count) of x, or of it where mask is true, over all ranks; every rank must call it.
+    """(mean, unbiased variance) of x, or of it where mask is true, over all ranks; every rank must call it.
 
     Two passes (E[x^2] - E[x]^2 cancels in floating point); variance 0 for fewer than two entries.
     """
@@ -562,7 +567,7 @@ def global_moments(x, mask=None):
     total, count = all_reduce(torch.stack([x.sum(), mask.sum().double()]))
     average = total / count.clamp(min=1)
     squares = all_reduce(torch.where(mask, x - average, 0).square().sum())
-    return average, squares / (count - 1).clamp(min=1), count
+    return average, squares / (count - 1).clamp(min=1)
 
 
 def mean(x, mask=None):
@@ -580,9 +585,9 @@ def masked_whiten(x, mask):  # [2.7]
 
     Unbiased variance, eps 1e-8; all zeros when fewer than two tokens are valid.
     """
-    average, variance, count = global_moments(x, mask)
+    average, variance = global_moments(x, mask)
     whitened = (x - average) * torch.rsqrt(variance + 1e-8)
-    return torch.where(mask & (count > 1), whitened, 0).to(x.dtype)
+    return torch.where(mask, whitened, 0).to(x.dtype)
 
 
 def place_scores(scores, mask):  # [4.7]
@@ -597,11 +602,9 @@ def gae(rewards, values, mask, gamma, lam):
     A_t = delta_t + gamma*lam*A_{t+1} with delta_t = r_t + gamma*V_{t+1} - V_t; nothing is bootstrapped behind the last
     token. Positions outside the mask are skipped: the recursion carries the next action's V and A across them.
     """
-    rewards = torch.where(mask, rewards, 0)
     values = torch.where(mask, values, 0)
-    advantages = torch.zeros_like(rewards)
-    next_value = torch.zeros_like(rewards[:, 0])  # (B,)
-    next_advantage = torch.zeros_like(rewards[:, 0])
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = torch.zeros_like(values[:, 0])  # (B,)
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]  # [2.3]
         advantage = delta + gamma * lam * next_advantage
@@ -961,8 +964,7 @@ def pack(lengths, row_numbers, max_tokens, device):  # [3.2]
         half = len(largest) // 2
         parts.append(largest[half:])
         del largest[half:]
-    # The first row of a part is its longest.
-    return [(torch.tensor(part, device=device), slice(lengths[part[0]])) for part in parts]
+    return [(torch.tensor(part, device=device), slice(lengths[part[0]])) for part in parts]  # the first is the longest
 
 
 @torch.no_grad()
