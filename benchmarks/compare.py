@@ -36,7 +36,8 @@ AGAIN = """\
 Runs of version 0.3 beside the published ones of the same seeds, which version 0.2 made on another machine, and one that
 version 0.2 made on today's (`python benchmarks/compare.py --again`): greedy and sampled test scores of every
 evaluation, and how many of the numbers that both logged, of four digits, are those of version 0.3. Rounding differs by
-machine, and grows.
+machine, and grows. completions.jsonl has what the README's command (PPO's seed 1, two processes) made of the README's
+question in each evaluation.
 
 """
 

@@ -112,6 +112,13 @@ FIGURES = {
 }
 
 
+def keep(completions, target):
+    """The answers of an evaluation without the prompts."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.loads(line) for line in completions.read_text().splitlines()]
+    target.write_text("".join(json.dumps({k: x for k, x in line.items() if k != "prompt"}) + "\n" for line in lines))
+
+
 def run(name, seed, args):
     """One run, unless its csv is there."""
     base, flags, _ = EXPERIMENTS[name]
@@ -139,6 +146,9 @@ def run(name, seed, args):
         rows = plot.read_run(Path(folder, "runs", "run"))
         completions = sorted(Path(folder, "runs", "run", "completions").glob("eval_*.jsonl"))[-1]
         samples = [json.loads(line) for line in completions.read_text().splitlines()]
+        if name == "letters":  # what it learns is not to be seen in the scores
+            for kept in completions.with_name("eval_000000.jsonl"), completions:
+                keep(kept, target.parent / f"seed_{seed}_{kept.name}")
     rows[-1]["time/launch_to_exit"] = seconds
     if name.startswith("lengths"):  # whose score also counts the length
         rows[-1]["eval/characters_sampled"] = statistics.mean(len(row["response_sampled"]) for row in samples)

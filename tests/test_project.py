@@ -292,6 +292,15 @@ def test_results_in_the_readme_are_those_of_the_committed_runs():
     means = [statistics.mean(run[title] for run in runs) for title in titles]
     sentence = "sampled score rises from {:.2f} to {:.3f}, the greedy one from {:.3f} to {:.3f}".format(*means)
     assert sentence in " ".join(readme().split())
+    # The example: greedy answers of seed 1, without the line break.
+    lines = (results / "again" / "completions.jsonl").read_text().splitlines()
+    first, *_, last = [json.loads(line) for line in lines]
+    before, after = [" ".join(row["response"].split()) for row in (first, last)]
+    assert (first["iteration"], last["iteration"]) == (0, 40)
+    for page in ROOT / "README.md", ROOT / "notes" / "web" / "home.md":
+        text = " ".join(page.read_text().replace("> ", "").split())
+        assert first["prompt"] in text
+        assert re.search(f"(?i)before: `{re.escape(before)}`.* after: `{re.escape(after)}`", text), page.name
 
 
 def test_what_the_notes_say_of_the_story_runs_is_so():

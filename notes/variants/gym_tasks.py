@@ -12,7 +12,7 @@ game_of_life_halting (0.1.25) gives 1 to any answer. Read a task before its curv
 At least nine run an answer as Python, or let sympy do so (binary_matrix, n_queens, spiral_matrix, string_insertion;
 countdown, puzzle24, polynomials and integrals): train on those where a model's code may do no harm.
 
-Measured: letter_counting with the embedded model, one seed, 40 iterations: sampled .095 to .315, by always saying 1.
+Measured: letter_counting with the embedded model, one seed, 40 iterations: sampled .108 to .297, by saying 1.
 
 The file may not be called reasoning_gym.py: Python would then find it where it looks for the library.
 """
