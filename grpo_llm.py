@@ -427,7 +427,7 @@ def main(args: Args):
             "rollout/logprob_diff": logprob_diff,
             "reward/mean": mean(scores),
             "reward/std": std(scores),
-            "reward/total_mean": mean(rewards.sum(1)),
+            "reward/total_mean": mean(torch.where(mask, rewards, 0).sum(1)),
             "advantage/mean": mean(advantages, mask),
             "advantage/std": std(advantages, mask),
             "response/length_mean": mean(mask.sum(1)),

@@ -452,7 +452,7 @@ def main(args: Args):
         metrics = {
             "reward/mean": mean(scores),
             "reward/std": std(scores),
-            "reward/total_mean": mean(rewards.sum(1)),
+            "reward/total_mean": mean(torch.where(mask, rewards, 0).sum(1)),
             "advantage/mean": mean(raw_advantages, mask),
             "advantage/std": std(raw_advantages, mask),
             "response/length_mean": mean(mask.sum(1)),
