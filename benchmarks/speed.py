@@ -19,8 +19,6 @@ Against TRL, a round does not count in which a peer took a fifth more or less th
 disturbed it. It is repeated, up to twice as many rounds in all; the table says how many did not count.
 
 `iteration` goes on from the rounds that are measured already.
-
-In benchmarks/results/speed the lengths that are forced equal are of version 0.2 (commit c9bdd21), on another machine.
 """
 
 import argparse
@@ -651,7 +649,6 @@ def table(args):
         mine = [r for r in measured if (r["machine"], r["round"]) not in disturbed]
         title = f"{size}, {processes} process{'es' * (processes > 1)}, {'lengths forced equal' if forced else 'EOS on'}"
         title += f", {steps} step{'s' * (steps > 1)} a batch"
-        title += "".join(sorted({f", version {r['version']}" for r in measured if "version" in r}))
         work = (
             f"{SIZES[size]['prompts'] * SIZES[size]['group_size']} responses per iteration. Rounds that were disturbed"
         )
