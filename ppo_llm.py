@@ -1175,7 +1175,7 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
 
 
 def load_checkpoint(path, trainees):
-    """Reads a checkpoint into models and optimizers; returns its `state`. Learning rates are those of the flags."""
+    """Reads a checkpoint into models and optimizers; returns its `state`. Hyperparameters are those of the flags."""
     saved = torch.load(path / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
     if saved.keys() != {*trainees, "state"}:
         fail(f"the checkpoint {path} is of another script: it has {', '.join(saved)}")

@@ -1290,7 +1290,7 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
 
 
 def load_checkpoint(path, trainees):
-    """Reads a checkpoint into models and optimizers; returns its `state`. Learning rates are those of the flags."""
+    """Reads a checkpoint into models and optimizers; returns its `state`. Hyperparameters are those of the flags."""
     reader = dcp.HuggingFaceStorageReader(path)
     owners = {}  # {name in the checkpoint: (parameter, its optimizer)}
     for name, (model, optimizer) in trainees.items():
