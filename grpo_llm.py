@@ -47,7 +47,6 @@ import shutil
 import signal
 import sys
 import time
-import warnings
 import zlib
 from collections import namedtuple
 from contextlib import contextmanager
@@ -62,7 +61,7 @@ import torch
 import torch.distributed as dist
 import transformers
 import tyro
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list, gather_object, set_seed, tqdm
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -172,7 +171,6 @@ def main(args: Args):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # a flag of DDP's that torch 2.13 renames
     num_gpus = torch.cuda.device_count()
     # The first of the ranks that find no GPU says so.
     if num_gpus > 0 and os.environ.get("LOCAL_RANK") == str(num_gpus):
@@ -180,14 +178,11 @@ def main(args: Args):
     bf16 = args.dtype == "bfloat16"
     if args.dtype == "auto" and num_gpus > 0:
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    # Ranks run different numbers of passes: DDP must not exchange module buffers in each, or it would wait for ever.
-    # Gradients that are views of the buckets in which DDP exchanges them save a copy.
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     # While one process fetches a model, or scores, the others wait: by themselves NCCL's for no more than ten minutes.
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=1))
     precision = "bf16" if bf16 else "no"
     tracker = None if args.track == "none" else args.track
-    options = {"log_with": tracker, "project_dir": args.output_dir, "kwargs_handlers": [ddp, patience]}
+    options = {"log_with": tracker, "project_dir": args.output_dir, "kwargs_handlers": [patience]}
     # Without cpu=True two launched CPU processes would each believe to be alone.
     accelerator = Accelerator(cpu=num_gpus == 0, mixed_precision=precision, **options)
     rank = accelerator.process_index
@@ -217,12 +212,11 @@ def main(args: Args):
     reward_function = load_reward(args.reward)
 
     def wrap(module):
-        """Makes a module, trained or frozen, ready for all ranks. train() is for gradient checkpointing alone."""
+        """Moves a module to the device and adds autocast. There is no DDP: take_step adds up the ranks' gradients."""
         if args.gradient_checkpointing:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
-        # DDP around what is trained; what is frozen is only moved to the device. Both get autocast.
-        frozen = not any(p.requires_grad for p in module.parameters())
-        return accelerator.prepare_model(module.train(), evaluation_mode=frozen)
+        module.train()  # gradient checkpointing needs it; every dropout is 0
+        return accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
 
     # `policy_model` is a plain transformers model: it is sampled from and saved. `policy` is the module around it:
     # every gradient goes through that.
@@ -280,17 +274,10 @@ def main(args: Args):
                 responses += generate(policy_model, prompts, uniforms[part].to(device), eos_ids, temperature)
         return responses
 
-    def microbatches(minibatch, module):
-        """The micro-batches of an optimizer step. All but the last are yielded inside no_sync: there a backward pass
-        only adds to this rank's gradient. That of the last exchanges the sum."""
-        for mb in minibatch[:-1]:
-            with accelerator.no_sync(module):  # [7.5]
-                yield mb
-        yield minibatch[-1]
-
     def take_step(name, lr, step):
-        """Clips the gradient, takes the optimizer step, returns the norm before clipping. `step` is for the message."""
+        """Adds up the ranks' gradients, clips the sum, takes the optimizer step; returns the norm before clipping."""
         trained_model, optimizer = trainees[name]
+        sum_gradients(trained_parameters(trained_model).values())
         for group in optimizer.param_groups:
             group["lr"] = lr
         norm = nn.utils.clip_grad_norm_(trained_model.parameters(), args.max_grad_norm or math.inf).item()
@@ -388,7 +375,7 @@ def main(args: Args):
         actor_norms = []
         for step, (epoch, k) in enumerate(steps, 1):
             num_tokens, num_rows = counts[k]
-            for mb in microbatches(minibatches[k], policy):
+            for mb in minibatches[k]:
                 mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
                 mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], args.clip_low, args.clip_high)
                 if args.entropy_coef:
@@ -397,9 +384,7 @@ def main(args: Args):
                     mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb], args.kl_loss_kind)
                     mb_losses = mb_losses + args.kl_loss_coef * mb_kl
                 loss = aggregate(mb_losses, mask[mb], args.loss_agg, num_tokens, num_rows, args.max_response_length)
-                # `loss` is this micro-batch's share of the step's loss. Shares add up, but DDP averages over ranks:
-                # hence the factor.
-                (loss * world_size).backward()
+                loss.backward()  # adds to the gradient: `loss` is this micro-batch's share of the step's loss
                 actor_loss += loss.detach()
                 new_logprobs[epoch][mb] = mb_logprobs.detach()
                 entropy[epoch][mb] = mb_entropy.detach()
@@ -490,6 +475,35 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
     if dist.is_initialized():
         dist.all_reduce(tensor, op)
     return tensor
+
+
+def sum_gradients(parameters):  # [7.5]
+    """Replaces the gradient of each parameter by its sum over all ranks; every rank must call it.
+
+    A gradient that is missing on a rank counts as zero there (an expert that none of its tokens chose, for example), so
+    that all ranks exchange the same tensors. They travel in buckets of up to 64 MB, and a larger one by itself.
+    """
+    buckets = []
+    room = 0  # in the last bucket
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.numel() > room:
+            buckets.append([])
+            room = 2**24  # float32 numbers
+        buckets[-1].append(parameter.grad)
+        room -= parameter.numel()
+    if not dist.is_initialized():
+        return
+    exchanges = []
+    for bucket in buckets:
+        flat = bucket[0]
+        if len(bucket) > 1:
+            flat = nn.utils.parameters_to_vector(bucket)
+            nn.utils.vector_to_parameters(flat, bucket)  # the gradients become views of `flat`: no second copy
+        exchanges.append(dist.all_reduce(flat, async_op=True))
+    for exchange in exchanges:
+        exchange.wait()
 
 
 def make_response_mask(responses, eos_ids):  # [1.10]

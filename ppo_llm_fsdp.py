@@ -48,7 +48,6 @@ import shutil
 import signal
 import sys
 import time
-import warnings
 import zlib
 from collections import namedtuple
 from contextlib import contextmanager
@@ -188,7 +187,6 @@ def main(args: Args):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # a flag of DDP's that torch 2.13 renames
     num_gpus = torch.cuda.device_count()
     # The first of the ranks that find no GPU says so.
     if num_gpus > 0 and os.environ.get("LOCAL_RANK") == str(num_gpus):
@@ -236,10 +234,11 @@ def main(args: Args):
     reward_function = load_reward(args.reward)
 
     def wrap(module):
-        """Makes a module, trained or frozen, ready for all ranks. train() is for gradient checkpointing alone."""
+        """Shards a module over the processes. FSDP adds up their gradients in every backward pass."""
         if args.gradient_checkpointing:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
-        return shard(module.train(), mesh, bf16, args.offload)
+        module.train()  # gradient checkpointing needs it; every dropout is 0
+        return shard(module, mesh, bf16, args.offload)
 
     # `policy_model` is a plain transformers model: it is sampled from and saved. `policy` is the module around it:
     # every gradient goes through that.
@@ -306,15 +305,8 @@ def main(args: Args):
                 responses += generate(policy_model, prompts, uniforms[part].to(device), eos_ids, temperature)
         return responses
 
-    def microbatches(minibatch, module):
-        """The micro-batches of an optimizer step. Each leaves its gradient, averaged, in the shards; those of several
-        shard groups exchange theirs in the last backward pass alone."""
-        for mb in minibatch:
-            module.set_requires_all_reduce(mb is minibatch[-1])  # [7.5]
-            yield mb
-
     def take_step(name, lr, step):
-        """Clips the gradient, takes the optimizer step, returns the norm before clipping. `step` is for the message."""
+        """Clips the gradient, takes the optimizer step; returns the norm before clipping."""
         trained_model, optimizer = trainees[name]
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -416,7 +408,7 @@ def main(args: Args):
         actor_steps = steps if trains_actor else []
         for step, (epoch, k) in enumerate(actor_steps, 1):
             num_tokens, num_rows = counts[k]
-            for mb in microbatches(minibatches[k], policy):
+            for mb in minibatches[k]:
                 mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
                 mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], args.clip_low, args.clip_high)
                 if args.entropy_coef:
@@ -425,9 +417,7 @@ def main(args: Args):
                     mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb], args.kl_loss_kind)
                     mb_losses = mb_losses + args.kl_loss_coef * mb_kl
                 loss = aggregate(mb_losses, mask[mb], args.loss_agg, num_tokens, num_rows, args.max_response_length)
-                # `loss` is this micro-batch's share of the step's loss. Shares add up, but DDP averages over ranks:
-                # hence the factor.
-                (loss * world_size).backward()
+                loss.backward()  # adds to the gradient: `loss` is this micro-batch's share of the step's loss
                 actor_loss += loss.detach()
                 new_logprobs[epoch][mb] = mb_logprobs.detach()
                 entropy[epoch][mb] = mb_entropy.detach()
@@ -438,11 +428,11 @@ def main(args: Args):
         critic_norms = []
         for step, (_, k) in enumerate(steps, 1):
             num_tokens, num_rows = counts[k]
-            for mb in microbatches(minibatches[k], critic):
+            for mb in minibatches[k]:
                 mb_values = critic(tokens[mb], mask[mb])  # (b,l)
                 mb_losses = value_loss(mb_values, returns[mb])
                 loss = aggregate(mb_losses, mask[mb], "token-mean", num_tokens, num_rows, args.max_response_length)
-                (loss * world_size).backward()
+                loss.backward()
                 critic_loss += loss.detach()
             critic_norms.append(take_step("critic", args.critic_lr * lr_factor, step))
 
@@ -792,6 +782,10 @@ def shard(module, mesh, bf16, offload):  # [7.7]
     blocks = [unit for unit in module.modules() if type(unit).__name__ in block_names]
     for unit in [*blocks, module]:
         fully_shard(unit, **options)
+    for unit in module.modules():  # [7.5] add up the ranks' gradients: by itself FSDP would average them
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo can only add
     shards = {}
     for name, parameter in module.named_parameters():
         whole = weights[name] if weights else torch.empty(parameter.shape)
