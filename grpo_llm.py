@@ -222,21 +222,13 @@ def main(args: Args):
     # every gradient goes through that.
     policy_model = add_lora(load_model(args.model, AutoModelForCausalLM), args.lora_rank, task_type="CAUSAL_LM")
     policy = wrap(Policy(policy_model, args.temperature))
-    # take_step sets the learning rates.
-    policy_optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=args.weight_decay, fused=True)
-    trainees = {"policy": (policy_model, policy_optimizer)}
+    trainees = {"policy": (policy_model, make_optimizer(policy_model, args.weight_decay))}
 
     use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.6]
     reference = policy  # unused without a KL; with LoRA the same weights, the adapter switched off in phase 3
     if use_reference and args.lora_rank == 0:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
         reference = wrap(Policy(reference_model, args.temperature))
-
-    # What an optimizer trains beside its model would be missing in a checkpoint, and its gradient would not be clipped.
-    for name, (trained_model, optimizer) in trainees.items():
-        held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        if held != set(trained_parameters(trained_model).values()):
-            fail(f"trainees: the optimizer of {name} must hold exactly the trained parameters of its model")
 
     # A checkpoint holds `trainees`, weights and optimizers, and this dictionary: put here what else must survive a
     # restart. It must be equal on all ranks, as rank 0 alone saves it. A key that a checkpoint lacks keeps the value
@@ -701,6 +693,17 @@ class Policy(nn.Module):
         return all_logprobs.gather(-1, labels[:, None]).squeeze(-1), entropy
 
 
+def trained_parameters(model):
+    """{name: parameter} of the parameters that are trained: with LoRA, only the adapter and a value head."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def make_optimizer(model, weight_decay):
+    """AdamW over exactly those parameters of `model` that are trained, and so clipped and saved."""
+    parameters = trained_parameters(model).values()
+    return torch.optim.AdamW(parameters, weight_decay=weight_decay, fused=True)  # take_step sets the learning rate
+
+
 def collect_eos_ids(model, tokenizer):
     """Sorted union of the EOS ids of tokenizer, config and generation config: any of them ends a response."""
     eos_ids = set()
@@ -1130,11 +1133,6 @@ def save_models(path, trainees, tokenizer, accelerator):
             if accelerator.is_main_process:
                 model.save_pretrained(target)
                 tokenizer.save_pretrained(target)
-
-
-def trained_parameters(model):
-    """{name: parameter} of what is trained."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def shapes(tensors):

@@ -244,28 +244,19 @@ def main(args: Args):
     # every gradient goes through that.
     policy_model = add_lora(load_model(args.model, AutoModelForCausalLM), args.lora_rank, task_type="CAUSAL_LM")
     policy = wrap(Policy(policy_model, args.temperature))
-    # take_step sets the learning rates.
-    policy_optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=args.weight_decay, fused=True)
-    trainees = {"policy": (policy_model, policy_optimizer)}
+    trainees = {"policy": (policy_model, make_optimizer(policy_model, args.weight_decay))}
 
     if args.critic_model and AutoTokenizer.from_pretrained(args.critic_model).get_vocab() != tokenizer.get_vocab():
         fail(f"--critic-model {args.critic_model} has another tokenizer than --model")
     critic_model = load_critic(args.critic_model or args.model, args.lora_rank)
     critic = wrap(Critic(critic_model))
-    critic_optimizer = torch.optim.AdamW(critic.parameters(), weight_decay=args.weight_decay, fused=True)
-    trainees["critic"] = (critic_model, critic_optimizer)
+    trainees["critic"] = (critic_model, make_optimizer(critic_model, args.weight_decay))
 
     use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.6]
     reference = policy  # unused without a KL; with LoRA the same weights, the adapter switched off in phase 3
     if use_reference and args.lora_rank == 0:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
         reference = wrap(Policy(reference_model, args.temperature))
-
-    # What an optimizer trains beside its model would be missing in a checkpoint, and its gradient would not be clipped.
-    for name, (trained_model, optimizer) in trainees.items():
-        held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        if held != set(trained_parameters(trained_model).values()):
-            fail(f"trainees: the optimizer of {name} must hold exactly the trained parameters of its model")
 
     # A checkpoint holds `trainees`, weights and optimizers, and this dictionary: put here what else must survive a
     # restart. It must be equal on all ranks, as rank 0 alone saves it. A key that a checkpoint lacks keeps the value
@@ -748,6 +739,17 @@ class Critic(nn.Module):  # [1.7]
         with torch.autocast(hidden.device.type, enabled=False):  # a value in bf16 would have two or three digits
             values = head(hidden.float()).squeeze(-1)
         return torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, values)
+
+
+def trained_parameters(model):
+    """{name: parameter} of the parameters that are trained: with LoRA, only the adapter and a value head."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def make_optimizer(model, weight_decay):
+    """AdamW over exactly those parameters of `model` that are trained, and so clipped and saved."""
+    parameters = trained_parameters(model).values()
+    return torch.optim.AdamW(parameters, weight_decay=weight_decay, fused=True)  # take_step sets the learning rate
 
 
 def collect_eos_ids(model, tokenizer):
@@ -1252,11 +1254,6 @@ def save_models(path, trainees, tokenizer, accelerator):
             if accelerator.is_main_process:
                 model.save_pretrained(target, state_dict=weights)
                 tokenizer.save_pretrained(target)
-
-
-def trained_parameters(model):
-    """{name: parameter} of what is trained."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def shapes(tensors):
