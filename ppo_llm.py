@@ -45,7 +45,6 @@ import sys
 import time
 import zlib
 from collections import namedtuple
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from decimal import Decimal
@@ -138,14 +137,14 @@ class Args:
 
     # Files, seed, evaluation
     output_dir: str = "runs"  # folder of all runs
-    run_name: str | None = None  # folder of this run in it (default: SCRIPT-SEED-TIME, with --resume auto SCRIPT-SEED)
+    run_name: str | None = None  # folder of this run inside --output-dir (default: SCRIPT-SEED-TIME)
     seed: int = 1  # of data order and sampling
     eval_every: int = 10  # iterations between evaluations (0: only before and after training)
     eval_rows: int = 512  # so many of the first test rows are evaluated (0: never)
     track: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # where metrics go besides metrics.jsonl
     save_every: int = 10  # iterations between checkpoints (0: only the one that SIGTERM or Ctrl-C leaves)
     keep_checkpoints: int = 2  # so many of the newest are kept (0: all)
-    resume: str | None = None  # checkpoint runs/NAME/checkpoints/step_N to go on from; auto: the newest of --run-name
+    resume: bool = False  # continue --run-name from its newest checkpoint (or start it if it has none)
 
 
 # What the embedded task needs in place of the defaults for a real model: used when --model is absent.
@@ -197,7 +196,7 @@ def main(args: Args):
             fail(f"--{name.replace('_', '-')} is {value}, not finite or below its least value {LEAST.get(name, 0)}")
     if args.batch_size % args.minibatch_size or args.minibatch_size % world_size:
         fail(f"--batch-size must be a multiple of --minibatch-size, and that of the {world_size} processes")
-    run_dir, checkpoint_dir = find_run(args)
+    run_dir, checkpoint_path = find_run(args)
     set_seed(args.seed)  # for LoRA's matrices; everything else that is drawn has a stream of its own
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -238,11 +237,10 @@ def main(args: Args):
     # restart. It must be equal on all ranks, as rank 0 alone saves it. A key that a checkpoint lacks keeps the value
     # given here.
     state = {"iteration": 0, "prompts": 0, "best_score": -math.inf}
-    if checkpoint_dir:
-        saved = load_checkpoint(checkpoint_dir, trainees)
-        state |= {"prompts": saved["iteration"] * args.batch_size} | saved  # version 0.2 did not count prompts
+    if checkpoint_path:
+        state |= load_checkpoint(checkpoint_path, trainees)
     first_iteration = state["iteration"] + 1
-    kept_lines = first_iteration if checkpoint_dir else 0  # of metrics.jsonl; one is from before training
+    kept_lines = first_iteration if checkpoint_path else 0  # of metrics.jsonl: one an iteration, and one from before
     eos_ids = collect_eos_ids(policy_model, tokenizer)
     open_run(run_dir, args, kept_lines, accelerator)
 
@@ -284,7 +282,7 @@ def main(args: Args):
         optimizer.zero_grad()
         return norm
 
-    if not checkpoint_dir:  # before training
+    if not checkpoint_path:  # before training
         metrics = evaluate(0, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
         log(0, metrics, run_dir, accelerator)
         state["best_score"] = metrics.get("eval/score", -math.inf)  # only what is better than --model is a best model
@@ -457,23 +455,19 @@ def main(args: Args):
             metrics |= evaluate(iteration, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
             if metrics.get("eval/score", -math.inf) > state["best_score"]:
                 state["best_score"] = metrics["eval/score"]
-                best_dir = run_dir / f"best_{iteration:06d}"
-                save_models(best_dir, trainees, tokenizer, accelerator)
-                if accelerator.is_main_process:
-                    for former in set(run_dir.glob("best_*")) - {best_dir}:
-                        remove(former)
+                save_models(run_dir / "best", trainees, tokenizer, accelerator)
         progress.set_postfix({name: metrics.get(name) for name in SHOWN})
         log(iteration, metrics, run_dir, accelerator)
         stop = all_reduce(torch.tensor(len(signals), device=device)).item() > 0
         if stop or (args.save_every and iteration % args.save_every == 0):
-            path = run_dir / f"checkpoints/step_{iteration:06d}"
+            path = run_dir / f"checkpoints/step_{iteration:06d}.pt"
             save_checkpoint(path, trainees, state, args.keep_checkpoints, accelerator)
         if stop:
             break
 
     progress.close()
     if state["iteration"] < args.total_iterations:
-        accelerator.print(f"stopped after iteration {iteration}; --resume auto --run-name {run_dir.name} goes on")
+        accelerator.print(f"stopped after iteration {iteration}; to continue, add --run-name {run_dir.name} --resume")
     elif args.total_iterations > 0:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
         accelerator.print(f"saved {run_dir}/final\n  plot  python benchmarks/plot.py {run_dir}")
@@ -1080,28 +1074,18 @@ def fail(sentence, alone=False):
 
 
 def find_run(args):
-    """(folder of the run, checkpoint to go on from or None)."""
-    if args.resume not in (None, "auto"):
-        checkpoint_dir = Path(args.resume).resolve()
-        run_dir = checkpoint_dir.parent.parent
-        newest = max(run_dir.glob("checkpoints/step_*"), default=None)
-        is_run = (run_dir / "args.json").exists() and args.run_name in (None, run_dir.name)
-        if checkpoint_dir != newest or not is_run:
-            fail(f"--resume takes the newest checkpoint of a run (in {run_dir}: {newest}), and no other --run-name")
-        return run_dir, checkpoint_dir
-    name = args.run_name or f"{Path(__file__).stem}-{args.seed}"
-    if args.run_name is None and args.resume is None:  # with the time in it --resume auto would not find it
-        name += time.strftime("-%Y%m%d-%H%M%S")
-    run_dir = Path(args.output_dir, broadcast_object_list([name])[0])
-    if args.resume == "auto":
-        return run_dir, max(run_dir.glob("checkpoints/step_*"), default=None)
-    if run_dir.exists():
-        fail(f"the run folder {run_dir} exists: choose another --run-name, or go on with --resume auto")
-    return run_dir, None
+    """(folder of the run, its newest checkpoint or None)."""
+    if args.resume and args.run_name is None:
+        fail("--resume needs --run-name: which run should continue?")
+    name = args.run_name or f"{Path(__file__).stem}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(args.output_dir, broadcast_object_list([name])[0])  # all ranks take the time from rank 0
+    if run_dir.exists() and not args.resume:
+        fail(f"the run folder {run_dir} exists: choose another --run-name, or continue that run with --resume")
+    return run_dir, max(run_dir.glob("checkpoints/step_*"), default=None)
 
 
 def open_run(run_dir, args, kept_lines, accelerator):
-    """Writes what the run folder begins with, keeps so many lines of metrics.jsonl, and starts the tracker."""
+    """Creates the run folder, cuts metrics.jsonl after its first `kept_lines` lines, and starts the tracker."""
     # Another script may import this one and replace a part of it: then both are copied.
     script = Path(getattr(sys.modules["__main__"], "__file__", __file__))
     settings = asdict(args) | {"num_processes": accelerator.num_processes, "script": script.name}
@@ -1109,44 +1093,13 @@ def open_run(run_dir, args, kept_lines, accelerator):
         (run_dir / "completions").mkdir(parents=True, exist_ok=True)
         (run_dir / "args.json").write_text(json.dumps(settings, indent=1))
         for file in Path(__file__), script:
-            (run_dir / file.name).write_text(file.read_text())
-        metrics_file = run_dir / "metrics.jsonl"
-        metrics_file.touch()
-        lines = metrics_file.read_text().splitlines(keepends=True)
-        shortened = run_dir / ".metrics.tmp"
-        shortened.write_text("".join(lines[:kept_lines]))
-        shortened.replace(metrics_file)
+            shutil.copy(file, run_dir)
+        with open(run_dir / "metrics.jsonl", "a+b") as file:
+            file.seek(0)
+            file.truncate(sum(map(len, file.readlines()[:kept_lines])))
     accelerator.project_configuration.logging_dir = str(run_dir)
     trackers = {"wandb": {"name": run_dir.name, "config": settings}, "tensorboard": {"purge_step": kept_lines}}
     accelerator.init_trackers(Path(__file__).stem, None, trackers)
-
-
-def remove(folder):
-    """Removes a folder, if it is there. It loses its name first: what has a name is complete."""
-    nameless = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(nameless, ignore_errors=True)  # left by a run that was killed
-    if folder.exists():
-        folder.rename(nameless)
-        shutil.rmtree(nameless)
-
-
-@contextmanager
-def written_whole(path, accelerator):
-    """Yields a temporary folder that takes the name `path` once the block is done: what has that name is complete.
-
-    If there is one already (an iteration repeated after a kill, or `final` of a run that goes on), it is removed just
-    before. Every rank must enter.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    if accelerator.is_main_process:
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
-        temporary.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    yield temporary
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        remove(path)
-        temporary.rename(path)
 
 
 def write_rows(path, columns, accelerator):
@@ -1158,43 +1111,50 @@ def write_rows(path, columns, accelerator):
 
 
 def save_models(path, trainees, tokenizer, accelerator):
-    """Plain transformers folders with the tokenizer: the policy in `path`, any other model in a folder of its name."""
-    with written_whole(path, accelerator) as folder:
-        for name, (model, _) in trainees.items():
-            target = folder if name == "policy" else folder / name
-            if accelerator.is_main_process:
-                model.save_pretrained(target)
-                tokenizer.save_pretrained(target)
+    """Saves plain transformers folders with the tokenizer: the policy in `path`, any other model in a subfolder.
 
-
-def shapes(tensors):
-    """{name: tensor} -> {name: its shape}"""
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    A folder gets its proper name last, so that a model of that name is complete. All ranks must call it.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    for name, (model, _) in trainees.items():
+        target = temporary if name == "policy" else temporary / name
+        if accelerator.is_main_process:
+            model.save_pretrained(target)
+            tokenizer.save_pretrained(target)
+    if accelerator.is_main_process:
+        shutil.rmtree(path, ignore_errors=True)
+        temporary.rename(path)
 
 
 def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
-    """What is trained, the states of its optimizers and `state`; the newest `keep` stay. Every rank calls it."""
+    """Saves the trained parameters, the states of their optimizers and `state`, and keeps the newest `keep` files.
+
+    All ranks must call it.
+    """
     saved = {"state": state}
     for name, (model, optimizer) in trainees.items():
         saved[name] = (trained_parameters(model), optimizer.state_dict())
-    with written_whole(path, accelerator) as folder:
-        if accelerator.is_main_process:
-            torch.save(saved, folder / "checkpoint.pt")
     if accelerator.is_main_process:
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        torch.save(saved, temporary)
+        temporary.replace(path)  # a file of this name is complete
         for old in sorted(path.parent.glob("step_*"))[:-keep]:  # none if keep is 0
-            remove(old)
+            old.unlink()
 
 
 def load_checkpoint(path, trainees):
-    """Reads a checkpoint into models and optimizers; returns its `state`. Hyperparameters are those of the flags."""
-    saved = torch.load(path / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
+    """Reads a checkpoint into models and optimizers and returns its `state`. Hyperparameters come from the flags."""
+    saved = {}
+    if path.is_file():  # a folder is a checkpoint of the sharded script or of version 0.3
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if saved.keys() != {*trainees, "state"}:
-        fail(f"the checkpoint {path} is of another script: it has {', '.join(saved)}")
+        fail(f"{path} is a checkpoint of another script or version")
     for name, (model, optimizer) in trainees.items():
         weights, saved_optimizer = saved[name]
-        if shapes(weights) != shapes(trained_parameters(model)):
-            fail(f"the checkpoint {path} is of another model, or --lora-rank, than {name} is now")
-        model.load_state_dict(weights, strict=False)
+        if weights.keys() != trained_parameters(model).keys():
+            fail(f"{path} is a checkpoint of another model or --lora-rank than the {name} has now")
+        model.load_state_dict(weights, strict=False)  # other shapes are torch's own error
         optimizer.load_state_dict(optimizer.state_dict() | {"state": saved_optimizer["state"]})
     return saved["state"]
 
