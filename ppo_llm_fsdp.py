@@ -73,10 +73,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-# Under `accelerate launch` or torchrun one of these variables is set, and the parent process is the launcher. When that
-# has died, `main` ends.
-LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-PARENT = os.getppid()
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
 KLKind = Literal["k1", "k2", "k3"]
 # What follows a prompt: token ids, a log-prob for each, and whether it was cut off. NOT_SAMPLED stands for the log-prob
@@ -85,9 +81,6 @@ Response = namedtuple("Response", "ids logprobs truncated")
 NOT_SAMPLED = math.inf
 SHOWN = "reward/mean", "kl/mean", "response/length_mean", "rollout/logprob_diff", "time/iteration"  # on the console
 LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-# The least values of numbers, of all others 0. Below it a run would crash, or train what nobody asked for.
-SIZES = "batch_size group_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
-LEAST = {"temperature": 0.01, "entropy_coef": -math.inf} | dict.fromkeys(SIZES.split(), 1)
 
 
 @dataclass
@@ -184,37 +177,12 @@ EMBEDDED = {
 
 def main(args: Args):
     """Trains, and returns the run folder."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    num_gpus = torch.cuda.device_count()
-    # The first of the ranks that find no GPU says so.
-    if num_gpus > 0 and os.environ.get("LOCAL_RANK") == str(num_gpus):
-        fail(f"more processes than GPUs: lower --num_processes to {num_gpus}", alone=True)
-    bf16 = args.dtype == "bfloat16"
-    if args.dtype == "auto" and num_gpus > 0:
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if num_gpus > 0 else "gloo"  # tensors on the CPU are exchanged, too
-        if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timedelta(hours=1))  # while one process fetches a model, or scores
-        else:  # a process without a launcher is a group of its own
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    # Without cpu=True two launched CPU processes would each believe to be alone. Not autocast casts here, but FSDP.
-    tracker = None if args.track == "none" else args.track
-    accelerator = Accelerator(cpu=num_gpus == 0, mixed_precision="no", log_with=tracker, project_dir=args.output_dir)
+    accelerator = start_processes(args)
     rank = accelerator.process_index
     world_size = accelerator.num_processes
     device = accelerator.device
-    if "ACCELERATE_USE_FSDP" in os.environ or "ACCELERATE_USE_DEEPSPEED" in os.environ:
-        fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: launch without")
-    for name, value in asdict(args).items():
-        if isinstance(value, int | float) and not LEAST.get(name, 0) <= value < math.inf:  # so that NaN fails, too
-            fail(f"--{name.replace('_', '-')} is {value}, not finite or below its least value {LEAST.get(name, 0)}")
-    if args.batch_size % args.minibatch_size or args.minibatch_size % world_size:
-        fail(f"--batch-size must be a multiple of --minibatch-size, and that of the {world_size} processes")
+    bf16 = accelerator.mixed_precision == "bf16"
     run_dir, checkpoint_path = find_run(args)
-    set_seed(args.seed)  # for LoRA's matrices; everything else that is drawn has a stream of its own
 
     shard_size = args.shard_group_size or world_size
     if world_size % shard_size != 0:
@@ -311,24 +279,7 @@ def main(args: Args):
         metrics = evaluate(0, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
         log(0, metrics, run_dir, accelerator)
         state["best_score"] = metrics.get("eval/score", -math.inf)  # only what is better than --model is a best model
-    # From here on SIGTERM and Ctrl-C let the iteration end, save a checkpoint, and stop. The launcher kills what has
-    # not ended 30 s after it passed the signal on; an iteration that takes longer is lost.
-    signals = []
-
-    def stop_soon(number, frame):
-        if signal.SIGINT in signals:  # a second Ctrl-C gets through; a launcher may pass it on as SIGTERM
-            signal.default_int_handler(number, frame)
-        signals.append(number)
-
-    def release():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-
-    for number in signal.SIGTERM, signal.SIGINT:
-        signal.signal(number, stop_soon)
-    # Forked workers, a reward's pool, must die of SIGTERM. One that came in their first moment would be lost: it waits.
-    os.register_at_fork(before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]))
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    os.register_at_fork(after_in_parent=release, after_in_child=release)
+    signals = catch_signals()
 
     progress = tqdm(range(first_iteration, args.total_iterations + 1), file=sys.stdout, dynamic_ncols=True)
     for iteration in progress:
@@ -471,9 +422,8 @@ def main(args: Args):
             reasons = "wrong mask, transformed logits, or other weights sampled"
             fail(f"iteration {iteration}: sampler and training pass differ by {logprob_diff:.2g}: {reasons}")
 
-        # Evaluate, log, save, stop. Without its launcher a rank ends; but Ctrl-C ends that of a single process at once.
-        if LAUNCHED and os.getppid() != PARENT and not signals:
-            sys.exit("error: the launcher has gone, so this process ends; go on with --resume")
+        # Evaluate, log, save, stop.
+        end_without_launcher(signals)
         if iteration == args.total_iterations or (args.eval_every and iteration % args.eval_every == 0):
             completions = {"prompt": [row["prompt"] for row in rows], "response": texts, "score": scores.tolist()}
             write_rows(run_dir / f"completions/step_{iteration:06d}.jsonl", completions, accelerator)
@@ -664,7 +614,7 @@ def load_model(name, auto_class, new_head=(), **config_options):
     model, info = auto_class.from_pretrained(name, config=config, **options)
     for key in sorted(info["missing_keys"]):
         if not key.startswith(new_head):  # true of any key if new_head is ()
-            fail(f"{name} is no {auto_class.__name__}, it lacks the weights {key}", alone=True)
+            fail(f"{name} is no {auto_class.__name__}, it lacks the weights {key}")
         nn.init.zeros_(model.get_parameter(key))
     return model
 
@@ -1101,7 +1051,7 @@ def compute_scores(reward_function, tokenizer, rows, responses):
             columns[name] = [row["columns"][name] for row in rows]
     scores = [float(score) for score in reward_function(prompts, [*texts], answers, **columns)]
     if len(scores) != len(rows) or not all(map(math.isfinite, scores)):
-        fail(f"the reward should give {len(rows)} finite numbers, got {len(scores)}: {str(scores)[:300]}", alone=True)
+        fail(f"the reward should give {len(rows)} finite numbers, got {len(scores)}: {str(scores)[:300]}")
     return texts, scores
 
 
@@ -1144,15 +1094,6 @@ def log(iteration, metrics, run_dir, accelerator):
         with open(run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"step": iteration} | metrics) + "\n")
     accelerator.log(metrics, step=iteration)
-
-
-def fail(sentence, alone=False):
-    """Ends the run with one sentence. Every rank must call it, unless `alone`: what this rank alone has found."""
-    if alone or os.environ.get("RANK", "0") == "0":
-        print(f"\nerror: {sentence}", file=sys.stderr)
-    if dist.is_initialized() and not alone:
-        dist.barrier()  # rank 0 must have spoken before any rank goes: the launcher then ends all the others
-    sys.exit(1)
 
 
 def find_run(args):
@@ -1266,6 +1207,100 @@ def load_checkpoint(path, trainees):
         optimizer.state[parameter][moment] = tensors[name]
     dcp.load(tensors, storage_reader=reader)
     return torch.load(path / "state.pt", weights_only=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes and signals
+# ---------------------------------------------------------------------------------------------------------------------
+
+# `accelerate launch` and torchrun set one of these variables, and are the parent process.
+LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+PARENT = os.getppid()
+# Numbers of at least 1. All others are at least 0, except the weight of the entropy, which may have either sign.
+SIZES = "batch_size group_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
+
+
+def start_processes(args):
+    """Joins the launched processes and checks the flags that need no model or data; returns the Accelerator."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    if "ACCELERATE_USE_FSDP" in os.environ or "ACCELERATE_USE_DEEPSPEED" in os.environ:
+        fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: launch without")
+    has_gpu = torch.cuda.is_available()
+    bf16 = args.dtype == "bfloat16"
+    if args.dtype == "auto" and has_gpu:
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    precision = "bf16" if bf16 else "no"
+    tracker = None if args.track == "none" else args.track
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"  # offloaded tensors are exchanged as well
+        if "WORLD_SIZE" in os.environ:
+            # While one process downloads a model or scores, the others wait; NCCL would give up after ten minutes.
+            dist.init_process_group(backend, timeout=timedelta(hours=1))
+        else:  # a process without a launcher is a group of its own
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    accelerator = Accelerator(
+        cpu=not has_gpu,  # without it, each of two launched CPU processes would think it is the only one
+        mixed_precision=precision,  # only noted here: FSDP casts, not autocast
+        log_with=tracker,
+        project_dir=args.output_dir,
+    )
+    for name, value in vars(args).items():
+        least = 1 if name in SIZES.split() else 0
+        is_bounded = isinstance(value, int | float) and name != "entropy_coef"
+        if is_bounded and not value >= least:  # written this way so that NaN is refused as well
+            fail(f"--{name.replace('_', '-')} must be at least {least}, but is {value}")
+    world_size = accelerator.num_processes
+    if args.batch_size % args.minibatch_size or args.minibatch_size % world_size:
+        fail(f"--batch-size must be a multiple of --minibatch-size, and that of the {world_size} processes")
+    set_seed(args.seed)  # for LoRA's matrices; all other random numbers come from generators of their own
+    return accelerator
+
+
+def catch_signals():
+    """From now on SIGTERM and Ctrl-C only append to the list that is returned; `main` stops after the iteration.
+
+    The launcher kills whatever still runs 30 s after it passed a signal on, so a longer iteration is lost.
+    """
+    signals = []
+
+    def note(number, frame):
+        if signal.SIGINT in signals:  # a second Ctrl-C stops the run at once; a launcher may forward it as SIGTERM
+            signal.default_int_handler(number, frame)
+        signals.append(number)
+
+    def unblock():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+    def reset():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        unblock()
+
+    for number in signal.SIGTERM, signal.SIGINT:
+        signal.signal(number, note)
+    # Processes that a reward forks must still die of SIGTERM: that is how a pool ends its workers. A child would lose a
+    # SIGTERM that arrives before the handler is reset, so the signal is blocked from before the fork until then.
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
+        after_in_parent=unblock,
+        after_in_child=reset,
+    )
+    return signals
+
+
+def end_without_launcher(signals):
+    """Ends this process if its launcher has died: the run may have been started again in the same folder.
+
+    Not after Ctrl-C, which ends the launcher of a single process at once.
+    """
+    if LAUNCHED and os.getppid() != PARENT and not signals:
+        fail("the launcher has died, so this process ends as well; continue with --resume")
+
+
+def fail(sentence):
+    """Ends this process with one sentence; the launcher then ends the others."""
+    sys.exit(f"error: {sentence}")
 
 
 def parse_args():
