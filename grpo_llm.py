@@ -61,10 +61,11 @@ import torch.distributed as dist
 import transformers
 import tyro
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import broadcast_object_list, gather_object, set_seed, tqdm
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
@@ -73,7 +74,6 @@ KLKind = Literal["k1", "k2", "k3"]
 # of a token that the policy did not sample (an environment's text, say): it is no action. No real one is above 0.
 Response = namedtuple("Response", "ids logprobs truncated")
 NOT_SAMPLED = math.inf
-SHOWN = "reward/mean", "kl/mean", "response/length_mean", "rollout/logprob_diff", "time/iteration"  # on the console
 LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
@@ -212,7 +212,8 @@ def main(args: Args):
         f"  KL         to the start: {args.kl_reward_coef} in the reward, {args.kl_loss_coef} in the loss\n"
         f"  train      {train_summary}; the first ends in {train_rows[0]['prompt'][-60:]!r}\n"
         f"  eval       {test_summary}; the first {len(test_rows)} are evaluated\n"
-        f"  batch      {args.batch_size} x {args.group_size} responses, minibatches of {args.minibatch_size}, {args.ppo_epochs} epoch(s)\n"
+        f"  batch      {args.batch_size} x {args.group_size} responses in minibatches of {args.minibatch_size},"
+        f" {args.ppo_epochs} epoch(s)\n"
         f"  run folder {run_dir}, from iteration {first_iteration}"
     )
 
@@ -224,7 +225,8 @@ def main(args: Args):
         """
         with accelerator.autocast():
             responses = []
-            for first in range(0, len(rows), args.rollout_batch_size):
+            starts = range(0, len(rows), args.rollout_batch_size)
+            for first in tqdm(starts, "sampling", leave=False, disable=rank > 0 or None):  # None: not in a log file
                 part = slice(first, first + args.rollout_batch_size)
                 prompts = [row["input_ids"] for row in rows[part]]
                 responses += generate(policy_model, prompts, uniforms[part].to(device), eos_ids, temperature)
@@ -249,8 +251,7 @@ def main(args: Args):
         state["best_score"] = metrics.get("eval/score", -math.inf)  # only what is better than --model is a best model
     signals = catch_signals()
 
-    progress = tqdm(range(first_iteration, args.total_iterations + 1), file=sys.stdout, dynamic_ncols=True)
-    for iteration in progress:
+    for iteration in range(first_iteration, args.total_iterations + 1):
         state["iteration"] = iteration
         started = time.perf_counter()
 
@@ -337,18 +338,12 @@ def main(args: Args):
         # The sampler's log-probs against the training pass, in the minibatch of the first step: no weight had moved
         # yet. They differ if the mask is wrong, if only one of the two transforms the logits, or if other weights were
         # sampled from. (Not old_logprobs: a variant takes them from the sampler.)
-        first_rows = minibatch_rows[steps[0][1]]
-        logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
+        _, first = steps[0]
+        rows_of_first = minibatch_rows[first]
+        difference = (new_logprobs[0] - rollout_logprobs)[rows_of_first]
+        logprob_diff = mean(difference.abs(), mask[rows_of_first])  # [6.7]
         actor_step_count = max(1, len(actor_norms))
         metrics = {
-            "actor/loss": all_reduce(actor_loss).item() / actor_step_count,
-            "actor/clipfrac": mean(clipped, actions),
-            "actor/approx_kl": mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [3.13]
-            "actor/ratio_mean": mean(ratio, actions),
-            "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
-            "actor/entropy": mean(entropy, actions),
-            "actor/grad_norm": sum(actor_norms) / actor_step_count,
-            "rollout/logprob_diff": logprob_diff,
             "reward/mean": mean(scores),
             "reward/std": std(scores),
             "reward/total_mean": mean(torch.where(mask, rewards, 0).sum(1)),
@@ -357,16 +352,30 @@ def main(args: Args):
             "response/length_mean": mean(mask.sum(1)),
             "response/truncated_frac": mean(truncated),
             "kl/mean": mean(old_logprobs - ref_logprobs, mask),  # k1
+            "rollout/logprob_diff": logprob_diff,
             "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "time/rollout": rollout_seconds,
-            "time/iteration": time.perf_counter() - started,  # without the evaluation and what is saved
+            "time/iteration": time.perf_counter() - started,  # without evaluating and saving
+            "actor/loss": all_reduce(actor_loss).item() / actor_step_count,
+            "actor/clipfrac": mean(clipped, actions),
+            "actor/approx_kl": mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [3.13]
+            "actor/ratio_mean": mean(ratio, actions),
+            "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
+            "actor/entropy": mean(entropy, actions),
+            "actor/grad_norm": sum(actor_norms) / actor_step_count,
         }
         limit = 0.1 if bf16 else 1e-2  # rounding: 1e-3 in bfloat16, 1e-7 in float32; a wrong mask: 1 and more
-        if not logprob_diff <= limit:  # so that NaN fails, too
+        if not logprob_diff <= limit:  # written this way so that NaN is refused as well
             reasons = "wrong mask, transformed logits, or other weights sampled"
             fail(f"iteration {iteration}: sampler and training pass differ by {logprob_diff:.2g}: {reasons}")
         if args.group_size > 1:
             metrics["group/zero_std_frac"] = mean(constant_groups(scores, args.group_size))
+
+        accelerator.print(
+            f"iteration {iteration}/{args.total_iterations}: reward {metrics['reward/mean']:.3f}, "
+            f"KL {metrics['kl/mean']:.4f}, length {metrics['response/length_mean']:.1f}, "
+            f"logprob_diff {logprob_diff:.1e}, {metrics['time/iteration']:.1f} s"
+        )
 
         # Evaluate, log, save, stop.
         end_without_launcher(signals)
@@ -377,7 +386,6 @@ def main(args: Args):
             if metrics.get("eval/score", -math.inf) > state["best_score"]:
                 state["best_score"] = metrics["eval/score"]
                 save_models(run_dir / "best", trainees, tokenizer, accelerator)
-        progress.set_postfix({name: metrics.get(name) for name in SHOWN})
         log(iteration, metrics, run_dir, accelerator)
         stop = all_reduce(torch.tensor(len(signals), device=device)).item() > 0
         if stop or (args.save_every and iteration % args.save_every == 0):
@@ -386,12 +394,13 @@ def main(args: Args):
         if stop:
             break
 
-    progress.close()
     if state["iteration"] < args.total_iterations:
-        accelerator.print(f"stopped after iteration {iteration}; to continue, add --run-name {run_dir.name} --resume")
+        accelerator.print(f"stopped early: the same command with --run-name {run_dir.name} --resume continues")
     elif args.total_iterations > 0:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
-        accelerator.print(f"saved {run_dir}/final\n  plot  python benchmarks/plot.py {run_dir}")
+        accelerator.print(f"the trained model is in {run_dir}/final")
+    if args.track == "tensorboard":
+        accelerator.print(f"curves: tensorboard --logdir {args.output_dir}")
     # At its end torch waits for gloo's threads while it holds the lock (GIL) that they need: without this pause some
     # runs hung here, with everything saved (pytorch issue 56297).
     time.sleep(0.5)
@@ -968,7 +977,7 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
     metrics["eval/length_mean"] = mean(torch.tensor(lengths, device=accelerator.device))
     write_rows(run_dir / f"completions/eval_{iteration:06d}.jsonl", completions, accelerator)
     found = f"{metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled"
-    accelerator.print(f"\riteration {iteration}: eval {found}, length {metrics['eval/length_mean']:.1f}")
+    accelerator.print(f"iteration {iteration}: eval {found}, length {metrics['eval/length_mean']:.1f}")
     return metrics
 
 
@@ -1082,6 +1091,7 @@ def start_processes(args):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    sys.stdout.reconfigure(line_buffering=True)  # lines appear in a log file at once
     if "ACCELERATE_USE_FSDP" in os.environ or "ACCELERATE_USE_DEEPSPEED" in os.environ:
         fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: launch without")
     has_gpu = torch.cuda.is_available()

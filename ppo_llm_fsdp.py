@@ -64,13 +64,14 @@ import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
 from accelerate import Accelerator, init_empty_weights
-from accelerate.utils import broadcast_object_list, gather_object, set_seed, tqdm
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
@@ -79,7 +80,6 @@ KLKind = Literal["k1", "k2", "k3"]
 # of a token that the policy did not sample (an environment's text, say): it is no action. No real one is above 0.
 Response = namedtuple("Response", "ids logprobs truncated")
 NOT_SAMPLED = math.inf
-SHOWN = "reward/mean", "kl/mean", "response/length_mean", "rollout/logprob_diff", "time/iteration"  # on the console
 LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
@@ -257,7 +257,8 @@ def main(args: Args):
         """
         with generating(policy, args.rollout_params == "gathered"):
             responses = []
-            for first in range(0, len(rows), args.rollout_batch_size):
+            starts = range(0, len(rows), args.rollout_batch_size)
+            for first in tqdm(starts, "sampling", leave=False, disable=rank > 0 or None):  # None: not in a log file
                 part = slice(first, first + args.rollout_batch_size)
                 prompts = [row["input_ids"] for row in rows[part]]
                 responses += generate(policy_model, prompts, uniforms[part].to(device), eos_ids, temperature)
@@ -281,11 +282,9 @@ def main(args: Args):
         state["best_score"] = metrics.get("eval/score", -math.inf)  # only what is better than --model is a best model
     signals = catch_signals()
 
-    progress = tqdm(range(first_iteration, args.total_iterations + 1), file=sys.stdout, dynamic_ncols=True)
-    for iteration in progress:
+    for iteration in range(first_iteration, args.total_iterations + 1):
         state["iteration"] = iteration
         started = time.perf_counter()
-        trains_actor = iteration > args.critic_warmup_iterations
 
         # 1. Rollout: a response to each of this rank's prompts. Of W ranks, rank r takes the prompts r, r+W, r+2W, ...
         # of the global batch, and their noise: so minibatch k, a piece of each rank's, is the same rows at any W.
@@ -334,9 +333,10 @@ def main(args: Args):
         # 5. Rewards of the actions (column i: of token i+1) and advantages.
         kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [4.5] (B,L)
         rewards = place_scores(scores, mask) - args.kl_reward_coef * kl  # (B,L)
-        advantages, returns = gae(rewards, values, mask, args.gamma, args.lam)  # (B,L)
+        raw_advantages, returns = gae(rewards, values, mask, args.gamma, args.lam)  # (B,L)
+        advantages = raw_advantages
         if args.whiten_advantages:
-            advantages = masked_whiten(advantages, mask)
+            advantages = masked_whiten(raw_advantages, mask)
 
         lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
 
@@ -346,7 +346,7 @@ def main(args: Args):
         entropy = torch.zeros_like(new_logprobs)
         actor_loss = torch.zeros((), device=device)
         actor_norms = []
-        actor_steps = steps if trains_actor else []
+        actor_steps = steps if iteration > args.critic_warmup_iterations else []
         for step, (epoch, k) in enumerate(actor_steps, 1):
             num_tokens, num_rows = counts[k]
             for mb in minibatches[k]:
@@ -382,23 +382,14 @@ def main(args: Args):
         actions = mask.expand_as(new_logprobs)  # (epochs,B,L)
         ratio = torch.where(actions, (new_logprobs - old_logprobs).exp(), 0)
         _, clipped = policy_loss(new_logprobs, old_logprobs, advantages, args.clip_low, args.clip_high)
-        raw_advantages = returns - values  # not whitened
         # The sampler's log-probs against the training pass, in the minibatch of the first step: no weight had moved
         # yet. They differ if the mask is wrong, if only one of the two transforms the logits, or if other weights were
         # sampled from. (Not old_logprobs: a variant takes them from the sampler.)
-        first_rows = minibatch_rows[steps[0][1]]
-        logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
+        _, first = steps[0]
+        rows_of_first = minibatch_rows[first]
+        difference = (new_logprobs[0] - rollout_logprobs)[rows_of_first]
+        logprob_diff = mean(difference.abs(), mask[rows_of_first])  # [6.7]
         actor_step_count = max(1, len(actor_norms))
-        actor_metrics = {
-            "actor/loss": all_reduce(actor_loss).item() / actor_step_count,
-            "actor/clipfrac": mean(clipped, actions),
-            "actor/approx_kl": mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [3.13]
-            "actor/ratio_mean": mean(ratio, actions),
-            "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
-            "actor/entropy": mean(entropy, actions),
-            "actor/grad_norm": sum(actor_norms) / actor_step_count,
-            "rollout/logprob_diff": logprob_diff,
-        }
         metrics = {
             "reward/mean": mean(scores),
             "reward/std": std(scores),
@@ -408,19 +399,33 @@ def main(args: Args):
             "response/length_mean": mean(mask.sum(1)),
             "response/truncated_frac": mean(truncated),
             "kl/mean": mean(old_logprobs - ref_logprobs, mask),  # k1
+            "rollout/logprob_diff": logprob_diff,
             "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "time/rollout": rollout_seconds,
-            "time/iteration": time.perf_counter() - started,  # without the evaluation and what is saved
+            "time/iteration": time.perf_counter() - started,  # without evaluating and saving
+            "actor/loss": all_reduce(actor_loss).item() / actor_step_count,
+            "actor/clipfrac": mean(clipped, actions),
+            "actor/approx_kl": mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [3.13]
+            "actor/ratio_mean": mean(ratio, actions),
+            "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
+            "actor/entropy": mean(entropy, actions),
+            "actor/grad_norm": sum(actor_norms) / actor_step_count,
             "critic/loss": all_reduce(critic_loss).item() / len(steps),
             "critic/explained_variance": 1 - std(raw_advantages, mask) ** 2 / (std(returns, mask) ** 2 + 1e-5),
             "critic/grad_norm": sum(critic_norms) / len(steps),
         }
-        if trains_actor:
-            metrics |= actor_metrics
+        if not actor_steps:  # no step computed it
+            del metrics["actor/entropy"]
         limit = 0.1 if bf16 else 1e-2  # rounding: 1e-3 in bfloat16, 1e-7 in float32; a wrong mask: 1 and more
-        if trains_actor and not logprob_diff <= limit:  # so that NaN fails, too
+        if not logprob_diff <= limit:  # written this way so that NaN is refused as well
             reasons = "wrong mask, transformed logits, or other weights sampled"
             fail(f"iteration {iteration}: sampler and training pass differ by {logprob_diff:.2g}: {reasons}")
+
+        accelerator.print(
+            f"iteration {iteration}/{args.total_iterations}: reward {metrics['reward/mean']:.3f}, "
+            f"KL {metrics['kl/mean']:.4f}, length {metrics['response/length_mean']:.1f}, "
+            f"logprob_diff {logprob_diff:.1e}, {metrics['time/iteration']:.1f} s"
+        )
 
         # Evaluate, log, save, stop.
         end_without_launcher(signals)
@@ -431,7 +436,6 @@ def main(args: Args):
             if metrics.get("eval/score", -math.inf) > state["best_score"]:
                 state["best_score"] = metrics["eval/score"]
                 save_models(run_dir / "best", trainees, tokenizer, accelerator)
-        progress.set_postfix({name: metrics.get(name) for name in SHOWN})
         log(iteration, metrics, run_dir, accelerator)
         stop = all_reduce(torch.tensor(len(signals), device=device)).item() > 0
         if stop or (args.save_every and iteration % args.save_every == 0):
@@ -440,12 +444,13 @@ def main(args: Args):
         if stop:
             break
 
-    progress.close()
     if state["iteration"] < args.total_iterations:
-        accelerator.print(f"stopped after iteration {iteration}; to continue, add --run-name {run_dir.name} --resume")
+        accelerator.print(f"stopped early: the same command with --run-name {run_dir.name} --resume continues")
     elif args.total_iterations > 0:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
-        accelerator.print(f"saved {run_dir}/final\n  plot  python benchmarks/plot.py {run_dir}")
+        accelerator.print(f"the trained model is in {run_dir}/final")
+    if args.track == "tensorboard":
+        accelerator.print(f"curves: tensorboard --logdir {args.output_dir}")
     # At its end torch waits for gloo's threads while it holds the lock (GIL) that they need: without this pause some
     # runs hung here, with everything saved (pytorch issue 56297).
     time.sleep(0.5)
@@ -1084,7 +1089,7 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
     metrics["eval/length_mean"] = mean(torch.tensor(lengths, device=accelerator.device))
     write_rows(run_dir / f"completions/eval_{iteration:06d}.jsonl", completions, accelerator)
     found = f"{metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled"
-    accelerator.print(f"\riteration {iteration}: eval {found}, length {metrics['eval/length_mean']:.1f}")
+    accelerator.print(f"iteration {iteration}: eval {found}, length {metrics['eval/length_mean']:.1f}")
     return metrics
 
 
@@ -1225,6 +1230,7 @@ def start_processes(args):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    sys.stdout.reconfigure(line_buffering=True)  # lines appear in a log file at once
     if "ACCELERATE_USE_FSDP" in os.environ or "ACCELERATE_USE_DEEPSPEED" in os.environ:
         fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: launch without")
     has_gpu = torch.cuda.is_available()
