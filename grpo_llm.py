@@ -49,7 +49,7 @@ import sys
 import time
 import zlib
 from collections import namedtuple
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -61,11 +61,10 @@ import torch.distributed as dist
 import transformers
 import tyro
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from accelerate.utils import broadcast_object_list, gather_object, set_seed, tqdm
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
@@ -202,7 +201,7 @@ def main(args: Args):
     if checkpoint_path:
         state |= load_checkpoint(checkpoint_path, trainees)
     first_iteration = state["iteration"] + 1
-    kept_lines = first_iteration if checkpoint_path else 0  # of metrics.jsonl: one an iteration, and one from before
+    kept_lines = first_iteration if checkpoint_path else 0  # of metrics.jsonl: one from before training, one a step
     eos_ids = collect_eos_ids(policy_model, tokenizer)
     open_run(run_dir, args, kept_lines, accelerator)
 
@@ -226,7 +225,7 @@ def main(args: Args):
         with accelerator.autocast():
             responses = []
             starts = range(0, len(rows), args.rollout_batch_size)
-            for first in tqdm(starts, "sampling", leave=False, disable=rank > 0 or None):  # None: not in a log file
+            for first in tqdm(starts, desc="sampling", leave=False, disable=not sys.stderr.isatty()):
                 part = slice(first, first + args.rollout_batch_size)
                 prompts = [row["input_ids"] for row in rows[part]]
                 responses += generate(policy_model, prompts, uniforms[part].to(device), eos_ids, temperature)
@@ -339,9 +338,8 @@ def main(args: Args):
         # yet. They differ if the mask is wrong, if only one of the two transforms the logits, or if other weights were
         # sampled from. (Not old_logprobs: a variant takes them from the sampler.)
         _, first = steps[0]
-        rows_of_first = minibatch_rows[first]
-        difference = (new_logprobs[0] - rollout_logprobs)[rows_of_first]
-        logprob_diff = mean(difference.abs(), mask[rows_of_first])  # [6.7]
+        first_rows = minibatch_rows[first]
+        logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
         actor_step_count = max(1, len(actor_norms))
         metrics = {
             "reward/mean": mean(scores),
@@ -378,16 +376,17 @@ def main(args: Args):
         )
 
         # Evaluate, log, save, stop.
-        end_without_launcher(signals)
+        if LAUNCHED and os.getppid() != PARENT and not signals:  # Ctrl-C ends the launcher of one process at once
+            fail("the launcher has died, so this process ends as well; continue with --resume")
         if iteration == args.total_iterations or (args.eval_every and iteration % args.eval_every == 0):
-            completions = {"prompt": [row["prompt"] for row in rows], "response": texts, "score": scores.tolist()}
-            write_rows(run_dir / f"completions/step_{iteration:06d}.jsonl", completions, accelerator)
+            completions = {"response": texts, "score": scores.tolist()}
+            write_completions(run_dir / f"completions/step_{iteration:06d}.jsonl", rows, completions, accelerator)
             metrics |= evaluate(iteration, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
             if metrics.get("eval/score", -math.inf) > state["best_score"]:
                 state["best_score"] = metrics["eval/score"]
                 save_models(run_dir / "best", trainees, tokenizer, accelerator)
         log(iteration, metrics, run_dir, accelerator)
-        stop = all_reduce(torch.tensor(len(signals), device=device)).item() > 0
+        stop = bool(gather_object(signals))  # a signal on any rank stops them all
         if stop or (args.save_every and iteration % args.save_every == 0):
             path = run_dir / f"checkpoints/step_{iteration:06d}.pt"
             save_checkpoint(path, trainees, state, args.keep_checkpoints, accelerator)
@@ -421,29 +420,24 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 
 
 def sum_gradients(parameters):  # [7.5]
-    """Replaces the gradient of each parameter by its sum over all ranks; every rank must call it.
+    """Replaces the gradients of a model's parameters by their sums over all ranks; every rank must call it.
 
-    A gradient that is missing on a rank counts as zero there (an expert that none of its tokens chose, for example), so
-    that all ranks exchange the same tensors. They travel in buckets of up to 64 MB, and a larger one by itself.
+    A gradient that is missing counts as zero, for example that of an expert which no token of this rank chose. Many
+    small exchanges would be slow, so gradients travel in buckets: a bucket that holds 8 MB takes no more.
     """
-    buckets = []
-    room = 0  # in the last bucket
+    buckets = [[]]
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if parameter.numel() > room:
+        if sum(map(torch.numel, buckets[-1])) >= 2**21:
             buckets.append([])
-            room = 2**24  # float32 numbers
         buckets[-1].append(parameter.grad)
-        room -= parameter.numel()
     if not dist.is_initialized():
         return
     exchanges = []
     for bucket in buckets:
-        flat = bucket[0]
-        if len(bucket) > 1:
-            flat = nn.utils.parameters_to_vector(bucket)
-            nn.utils.vector_to_parameters(flat, bucket)  # the gradients become views of `flat`: no second copy
+        flat = nn.utils.parameters_to_vector(bucket)
+        nn.utils.vector_to_parameters(flat, bucket)  # from now on the gradients are views of `flat`, not a second copy
         exchanges.append(dist.all_reduce(flat, async_op=True))
     for exchange in exchanges:
         exchange.wait()
@@ -631,17 +625,16 @@ class Policy(nn.Module):
         size = max(1, self.chunk_elements // self.model.config.get_text_config().vocab_size)
         chunks = zip(hidden.split(size), labels.split(size))
         results = [checkpoint(self.head, *c, use_reentrant=False, preserve_rng_state=False) for c in chunks]
-        logprobs = torch.cat([chunk_logprobs for chunk_logprobs, _ in results])  # (n,)
-        entropy = torch.cat([chunk_entropy for _, chunk_entropy in results])
+        logprobs, entropy = torch.cat(results).unbind(1)  # (n,) each
         zeros = torch.zeros_like(mask, dtype=torch.float32)
         return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
 
     def head(self, hidden, labels):
-        """hidden (n,H), labels (n,) -> logprobs, entropy (n,)."""
+        """hidden (n,H), labels (n,) -> (n,2): log-prob of the label, entropy."""
         logits = self.model.get_output_embeddings()(hidden).float() * self.inverse_temperature  # [6.10] (n,V)
         all_logprobs = logits.log_softmax(-1)
-        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-        return all_logprobs.gather(-1, labels[:, None]).squeeze(-1), entropy
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1, keepdim=True)
+        return torch.cat([all_logprobs.gather(-1, labels[:, None]), entropy], -1)
 
 
 def trained_parameters(model):
@@ -651,19 +644,17 @@ def trained_parameters(model):
 
 def make_optimizer(model, weight_decay):
     """AdamW over exactly those parameters of `model` that are trained, and so clipped and saved."""
-    parameters = trained_parameters(model).values()
-    return torch.optim.AdamW(parameters, weight_decay=weight_decay, fused=True)  # take_step sets the learning rate
+    # take_step sets the learning rate.
+    return torch.optim.AdamW(trained_parameters(model).values(), weight_decay=weight_decay, fused=True)
 
 
 def collect_eos_ids(model, tokenizer):
     """Sorted union of the EOS ids of tokenizer, config and generation config: any of them ends a response."""
     eos_ids = set()
     for source in tokenizer, model.config, model.generation_config:
-        ids = source.eos_token_id
-        if isinstance(ids, int):
-            ids = [ids]
-        eos_ids.update(ids or [])
-    return sorted(eos_ids)
+        ids = source.eos_token_id  # a number, a list or None
+        eos_ids.update(ids if isinstance(ids, list) else [ids])
+    return sorted(eos_ids - {None})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -825,11 +816,7 @@ def read_splits(source):
     """{split: table} of a file (it is all `train`), of a folder saved by `datasets` or of a hub id `name[:config]`."""
     path = Path(source)
     if path.suffix in READERS:
-        try:
-            return datasets.load_dataset(READERS[path.suffix], data_files=source)
-        except Exception as error:  # of an empty file it is a bare StopIteration
-            error.add_note(f"{source} cannot be read, or is empty")
-            raise
+        return datasets.load_dataset(READERS[path.suffix], data_files=source)
     if not path.is_dir():
         return datasets.load_dataset(*source.split(":"))
     saved = datasets.load_from_disk(source)
@@ -837,13 +824,13 @@ def read_splits(source):
 
 
 def read_data(args):
-    """(training table, test table or None). What --eval-dataset names is read: `test`, any other split, or `train`."""
+    """(training table, test table or None). Of --eval-dataset: `test`, else any other split, else `train`."""
     splits = read_splits(args.dataset)
-    if args.eval_dataset is None:
-        return splits["train"], splits.get("test")
-    named = read_splits(args.eval_dataset)
-    split = min(named, key=lambda name: (name != "test", name == "train"), default="test")
-    return splits["train"], named[split]
+    test_table = splits.get("test")
+    if args.eval_dataset:
+        named = read_splits(args.eval_dataset)
+        test_table = named[min(named, key=lambda split: (split != "test", split == "train"))]
+    return splits["train"], test_table
 
 
 def load_prompts(source, table, args, tokenizer):
@@ -895,13 +882,12 @@ def gsm8k_number(text, whole=False):
     whole: None, too, if more than a number, its unit and a full stop is there, so that 3/4 or 1,2,3 is not half read.
     """
     _, mark, tail = text.rpartition("####")
-    # A sign, a currency, perhaps the sign there; then digits with commas, and a fraction.
-    match = re.match(r"([-+]?) ?[$€£]? ?([-+]?)((?:\d[\d,]*)?\.?\d+)", tail.lstrip())
+    match = re.match(r"\s*[$€£]? ?([-+]?) ?[$€£]? ?((?:\d[\d,]*)?\.?\d+)", tail)
     if not mark or not match:
         return None
     if whole and not re.fullmatch(r"[-+\s$€£]*(\d{1,3}(,\d{3})+|\d*)(\.\d+)? ?[$€£%°]?\.?\s*", tail):
         return None
-    return Decimal((match[1] or match[2]) + match[3].replace(",", ""))
+    return Decimal(match[1] + match[2].replace(",", ""))
 
 
 def gsm8k(prompts, responses, answers):
@@ -920,15 +906,13 @@ def load_reward(spec):
     """
     if spec == "gsm8k":
         return gsm8k
-    path, _, name = spec.rpartition(":")
-    stem = Path(path).stem
-    if not path.endswith(".py") or "." in stem:
-        fail(f"--reward {spec}: it should be gsm8k or path/to/file.py:function, with no other dot in the file's name")
-    sys.path.insert(0, os.path.dirname(path))  # imported, so that its neighbours and process pools work
-    module = importlib.import_module(stem)
-    if Path(str(module.__spec__.origin)).resolve() != Path(path).resolve():
-        fail(f"--reward {spec}: Python has another module {stem}, {module.__spec__.origin}: rename the file")
-    return getattr(module, name)
+    file, _, name = spec.rpartition(":")
+    path = Path(file).resolve()
+    sys.path.insert(0, str(path.parent))  # an ordinary import, so that its neighbours and process pools work
+    found = importlib.util.find_spec(path.stem)
+    if not path.is_file() or found.origin != str(path):
+        fail(f"--reward {spec} is not gsm8k or path/to/file.py:function, or Python has another module {path.stem}")
+    return getattr(importlib.import_module(path.stem), name)
 
 
 def compute_scores(reward_function, tokenizer, rows, responses):
@@ -960,24 +944,25 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
     """
     if not rows:
         return {}
-    stream = random_stream("eval", args.seed)
-    uniforms = torch.rand(len(rows), args.max_response_length, generator=stream, dtype=torch.float64)
+    shape = len(rows), args.max_response_length
+    uniforms = torch.rand(shape, generator=random_stream("eval", args.seed), dtype=torch.float64)
     # A rank may have no row; it takes part in the means all the same.
     mine = slice(accelerator.process_index, None, accelerator.num_processes)
     rows = rows[mine]
     metrics = {}
-    completions = {"prompt": [row["prompt"] for row in rows], "answer": [row["answer"] for row in rows]}
+    completions = {}
     for kind, temperature in ("", 0), ("_sampled", 1):
         responses = rollout(rows, uniforms[mine], temperature)
         texts, scores = compute_scores(reward_function, tokenizer, rows, responses)
         metrics[f"eval/score{kind}"] = mean(torch.tensor(scores, device=accelerator.device))
-        completions[f"response{kind}"] = texts
-        completions[f"score{kind}"] = scores
+        completions |= {f"response{kind}": texts, f"score{kind}": scores}
     lengths = [len(response.ids) for response in responses]  # of those sampled, which came last
     metrics["eval/length_mean"] = mean(torch.tensor(lengths, device=accelerator.device))
-    write_rows(run_dir / f"completions/eval_{iteration:06d}.jsonl", completions, accelerator)
-    found = f"{metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled"
-    accelerator.print(f"iteration {iteration}: eval {found}, length {metrics['eval/length_mean']:.1f}")
+    write_completions(run_dir / f"completions/eval_{iteration:06d}.jsonl", rows, completions, accelerator)
+    accelerator.print(
+        f"iteration {iteration}: eval {metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled, "
+        f"length {metrics['eval/length_mean']:.1f}"
+    )
     return metrics
 
 
@@ -1002,13 +987,12 @@ def find_run(args):
 
 def open_run(run_dir, args, kept_lines, accelerator):
     """Creates the run folder, cuts metrics.jsonl after its first `kept_lines` lines, and starts the tracker."""
-    # Another script may import this one and replace a part of it: then both are copied.
-    script = Path(getattr(sys.modules["__main__"], "__file__", __file__))
-    settings = asdict(args) | {"num_processes": accelerator.num_processes, "script": script.name}
+    script = sys.argv[0]
+    settings = vars(args) | {"num_processes": accelerator.num_processes, "script": os.path.basename(script)}
     if accelerator.is_main_process:
         (run_dir / "completions").mkdir(parents=True, exist_ok=True)
         (run_dir / "args.json").write_text(json.dumps(settings, indent=1))
-        for file in Path(__file__), script:
+        for file in {__file__, script}:  # another script may import this one and replace a part of it
             shutil.copy(file, run_dir)
         with open(run_dir / "metrics.jsonl", "a+b") as file:
             file.seek(0)
@@ -1018,10 +1002,16 @@ def open_run(run_dir, args, kept_lines, accelerator):
     accelerator.init_trackers(Path(__file__).stem, None, trackers)
 
 
-def write_rows(path, columns, accelerator):
-    """Writes a table {name: list} of the rows of all ranks as .jsonl, sorted: the same at any process count."""
-    rows = [dict(zip(columns, values)) for values in zip(*columns.values(), strict=True)]
-    lines = gather_object([json.dumps(row, ensure_ascii=False) for row in rows])
+def write_completions(path, rows, columns, accelerator):
+    """Writes prompt, answer and `columns` {name: list} of the rows of all ranks as .jsonl.
+
+    Sorted, so that the file does not depend on the number of processes.
+    """
+    lines = []
+    for row, *values in zip(rows, *columns.values()):
+        line = {"prompt": row["prompt"], "answer": row["answer"]} | dict(zip(columns, values))
+        lines.append(json.dumps(line, ensure_ascii=False))
+    lines = gather_object(lines)
     if accelerator.is_main_process and lines:
         path.write_text("\n".join(sorted(lines)))
 
@@ -1031,15 +1021,15 @@ def save_models(path, trainees, tokenizer, accelerator):
 
     A folder gets its proper name last, so that a model of that name is complete. All ranks must call it.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    unfinished = path.with_name("unfinished")
     for name, (model, _) in trainees.items():
-        target = temporary if name == "policy" else temporary / name
+        target = unfinished if name == "policy" else unfinished / name
         if accelerator.is_main_process:
             model.save_pretrained(target)
             tokenizer.save_pretrained(target)
     if accelerator.is_main_process:
         shutil.rmtree(path, ignore_errors=True)
-        temporary.rename(path)
+        unfinished.rename(path)
 
 
 def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
@@ -1052,9 +1042,9 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
         saved[name] = (trained_parameters(model), optimizer.state_dict())
     if accelerator.is_main_process:
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        torch.save(saved, temporary)
-        temporary.replace(path)  # a file of this name is complete
+        unfinished = path.with_name("unfinished")
+        torch.save(saved, unfinished)
+        unfinished.replace(path)  # a file of this name is complete
         for old in sorted(path.parent.glob("step_*"))[:-keep]:  # none if keep is 0
             old.unlink()
 
@@ -1062,7 +1052,7 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
 def load_checkpoint(path, trainees):
     """Reads a checkpoint into models and optimizers and returns its `state`. Hyperparameters come from the flags."""
     saved = {}
-    if path.is_file():  # a folder is a checkpoint of the sharded script or of version 0.3
+    if path.is_file():  # a folder comes from the sharded script or from version 0.3
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if saved.keys() != {*trainees, "state"}:
         fail(f"{path} is a checkpoint of another script or version")
@@ -1082,7 +1072,6 @@ def load_checkpoint(path, trainees):
 # `accelerate launch` and torchrun set one of these variables, and are the parent process.
 LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 PARENT = os.getppid()
-# Numbers of at least 1. All others are at least 0, except the weight of the entropy, which may have either sign.
 SIZES = "batch_size group_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
 
 
@@ -1094,14 +1083,13 @@ def start_processes(args):
     sys.stdout.reconfigure(line_buffering=True)  # lines appear in a log file at once
     if "ACCELERATE_USE_FSDP" in os.environ or "ACCELERATE_USE_DEEPSPEED" in os.environ:
         fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: launch without")
-    has_gpu = torch.cuda.is_available()
     bf16 = args.dtype == "bfloat16"
-    if args.dtype == "auto" and has_gpu:
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    if args.dtype == "auto":
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)  # no, without a GPU
     precision = "bf16" if bf16 else "no"
     tracker = None if args.track == "none" else args.track
     accelerator = Accelerator(
-        cpu=not has_gpu,  # without it, each of two launched CPU processes would think it is the only one
+        cpu=not torch.cuda.is_available(),  # without it, each of two CPU processes would think it is the only one
         mixed_precision=precision,
         log_with=tracker,
         project_dir=args.output_dir,
@@ -1110,9 +1098,8 @@ def start_processes(args):
     )
     for name, value in vars(args).items():
         least = 1 if name in SIZES.split() else 0
-        is_bounded = isinstance(value, int | float) and name != "entropy_coef"
-        if is_bounded and not value >= least:  # written this way so that NaN is refused as well
-            fail(f"--{name.replace('_', '-')} must be at least {least}, but is {value}")
+        if isinstance(value, int | float) and value < least and name != "entropy_coef":  # which may have either sign
+            fail(f"--{name} must be at least {least}, but is {value}")
     world_size = accelerator.num_processes
     if args.batch_size * args.group_size % args.minibatch_size or args.minibatch_size % (args.group_size * world_size):
         sizes = f"--group-size {args.group_size} x {world_size} processes"
@@ -1154,15 +1141,6 @@ def catch_signals():
     return signals
 
 
-def end_without_launcher(signals):
-    """Ends this process if its launcher has died: the run may have been started again in the same folder.
-
-    Not after Ctrl-C, which ends the launcher of a single process at once.
-    """
-    if LAUNCHED and os.getppid() != PARENT and not signals:
-        fail("the launcher has died, so this process ends as well; continue with --resume")
-
-
 def fail(sentence):
     """Ends this process with one sentence; the launcher then ends the others."""
     sys.exit(f"error: {sentence}")
@@ -1170,7 +1148,7 @@ def fail(sentence):
 
 def parse_args():
     """Args from the command line; without --model those of the embedded task are the defaults."""
-    if any(word.split("=")[0] == "--model" for word in sys.argv):
+    if any(word.startswith("--model") for word in sys.argv):
         return tyro.cli(Args)
     return tyro.cli(Args, default=Args(**EMBEDDED))
 

@@ -140,7 +140,7 @@ def make_large_model(folder):
     set_seed(1)
     shutil.copytree(TINY / "model", folder, dirs_exist_ok=True)
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8}
-    sizes |= {"num_key_value_heads": 8, "head_dim": 64}
+    sizes |= {"num_key_value_heads": 8, "layer_types": ["full_attention"] * 6}
     config = AutoConfig.from_pretrained(folder, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
