@@ -1,8 +1,8 @@
 """GRPO and its family for language models: no critic, the responses to a prompt are each other's baseline.
 
 The model answers every prompt several times, a reward function scores the answers, and the policy is pushed towards
-those that scored better than the others of their group. With the answer's tokens as actions a_t, the text before each
-as state s_t, and r_i the score of answer i:
+those that scored better than the others in their group. The tokens of the answer are the actions a_t, the text before
+each is the state s_t, and r_i is the score of answer i:
 
     reward          R_i   = r_i - beta*sum_t KL(pi_old || pi_ref)_t                  (beta, --kl-reward-coef, is 0 here)
     advantage       A_i   = (R_i - mean of the group) / std of the group      GRPO            (DeepSeekMath, 2402.03300)
@@ -13,25 +13,26 @@ as state s_t, and r_i the score of answer i:
     ratio           rho_t = pi(a_t|s_t) / pi_old(a_t|s_t)
     loss                  = mean over tokens of [max(-A*rho, -A*clip(rho, 1-lo, 1+hi)) - c_H*H + c_KL*KL]  (1707.06347)
 
-An estimator alone is not yet its paper's algorithm, the kind of mean (--loss-agg) and the place of the KL differ too:
-the README has the flags for each name. Departures from the papers: the reference never moves; a KL in the reward counts
-for the whole answer; REINFORCE++ is whitened over answers, not tokens; one denominator per optimizer step, so that a
-token or an answer weighs the same whatever the micro-batch or process count.
+An estimator alone does not make its paper's algorithm: averages (--loss-agg) and the place of the KL differ, too. The
+README lists the flags of each. Departures from the papers: the reference never moves. A KL in the reward counts for the
+whole answer. REINFORCE++ is whitened over answers, not tokens. Each optimizer step has a single denominator, so every
+token or answer has the same weight, whatever the micro-batch size or number of processes.
 
-One batch serves all phases: `tokens` (B,L) has a prompt and its response in one row, padded at the end, so that no
+One batch serves all phases. Each row of `tokens` (B,L) is a prompt followed by its response, padded at the end, so no
 attention mask is needed. B is the number of rows on this process, L the padded width, T the longest response. Column i
-of every other (B,L) tensor is about one action: the choice of token i+1 after tokens 0 to i were read. `mask` marks the
-actions, the tokens that the policy sampled: log-probs, values, rewards and advantages stand there, elsewhere they are
-0. A prompt of three tokens p and a response of two, a and the EOS e, in a batch six wide:
+of every other (B,L) tensor belongs to one action: choosing token i+1 after reading tokens 0 to i. `mask` marks the
+actions, the tokens that the policy sampled. Log-probs, values, rewards and advantages are 0 everywhere else. Here a
+prompt of three tokens p is answered by a and the EOS token e, in a batch that is six tokens wide:
 
     tokens  p p p a e .
     action  . . a e . .
     mask    0 0 1 1 0 0
 
-Order of the file: flags; `main`, the algorithm; mathematics, models, sampling, data and rewards, evaluation and files.
+Order of the file: flags; `main`, the algorithm; mathematics, models, sampling, data and rewards, evaluation and files,
+processes and signals.
 
-Launch. Without --model it trains the small model of benchmarks/tiny on the task there, with settings of their own:
-    accelerate launch SCRIPT                              every GPU of the machine; one process where there is none
+Launch. Without --model, it trains the small model in benchmarks/tiny on the task that comes with it:
+    accelerate launch SCRIPT                              on every GPU of this machine, or one process without a GPU
     accelerate launch --multi_gpu --num_processes 2 SCRIPT --model Qwen/Qwen2.5-0.5B
     python SCRIPT --model MODEL --help                    all flags, with the defaults for a real model
 Comments like [2.3] point to a section of notes/.
@@ -69,8 +70,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
 KLKind = Literal["k1", "k2", "k3"]
-# What follows a prompt: token ids, a log-prob for each, and whether it was cut off. NOT_SAMPLED stands for the log-prob
-# of a token that the policy did not sample (an environment's text, say): it is no action. No real one is above 0.
+# What follows a prompt: token ids, a log-prob for each, and whether it was cut off. A token that the policy did not
+# sample, such as text from an environment, is not an action: its log-prob is NOT_SAMPLED (a real one is never above 0).
 Response = namedtuple("Response", "ids logprobs truncated")
 NOT_SAMPLED = math.inf
 LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -78,68 +79,68 @@ LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "se
 
 @dataclass
 class Args:
-    """GRPO for language models. All batch sizes are global: they count over all processes together."""
+    """GRPO for language models. Batch sizes are totals over all processes."""
 
     # Models
-    model: str  # policy to train: transformers folder or hub id (default: the embedded model, with settings for it)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # computed in; auto: bfloat16 on a GPU. Weights stay float32
-    lora_rank: int = 0  # train low-rank matrices beside the frozen weights (2106.09685); 0: train all weights
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, a third more time
+    model: str  # policy to train: transformers folder or hub id (default: the embedded model, with its settings)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward and backward passes; auto: bfloat16 on a GPU
+    lora_rank: int = 0  # train low-rank matrices next to the frozen weights (LoRA, 2106.09685); 0: train all weights
+    gradient_checkpointing: bool = False  # recompute activations: saves memory, costs about a third more time
 
-    # Prompts, and what scores the responses
+    # Prompts and their reward
     dataset: str = "openai/gsm8k:main"  # .jsonl/.json/.parquet/.csv, folder saved by `datasets`, hub id `name[:config]`
-    eval_dataset: str | None = None  # test data, as --dataset (default: the `test` split of that)
-    prompt_column: str = "question"  # of texts, or of chats
-    answer_column: str | None = "answer"  # of reference answers, or verl's `reward_model`; None: there are none
-    chat_template: str | None = None  # Jinja file; none: prompts stay text (default: the tokenizer's, if any)
-    prompt_suffix: str | None = None  # follows each text prompt (default: with gsm8k the request for a "####", else "")
-    max_prompt_length: int = 512  # in tokens; longer prompts are left out
-    max_response_length: int = 512  # in tokens; a response without an EOS by then is truncated
-    reward: str = "gsm8k"  # gsm8k (number after the last ####), or file.py:function(prompts, responses, answers)
+    eval_dataset: str | None = None  # test data, given like --dataset (default: its `test` split)
+    prompt_column: str = "question"  # column with the prompts: texts or chats
+    answer_column: str | None = "answer"  # column with the reference answers, if any; verl's `reward_model` works, too
+    chat_template: str | None = None  # Jinja file, or none: prompts stay plain text (default: the tokenizer's template)
+    prompt_suffix: str | None = None  # appended to text prompts (default: with --reward gsm8k, a request for "####")
+    max_prompt_length: int = 512  # tokens; longer prompts are left out
+    max_response_length: int = 512  # tokens; a response that has no EOS by then is truncated
+    reward: str = "gsm8k"  # gsm8k (compares the number after ####) or file.py:function(prompts, responses, answers)
 
     # Rollout
     batch_size: int = 32  # prompts per iteration
     group_size: int = 8  # [5.10] responses per prompt
-    rollout_batch_size: int = 128  # responses sampled at a time on each device: limits memory
-    temperature: float = 1.0  # divides the logits in sampling and in every log-prob
+    rollout_batch_size: int = 128  # responses that each device samples at a time: limits memory
+    temperature: float = 1.0  # divides the logits when sampling and in every log-prob
     missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
 
     # Update
-    total_iterations: int = 100  # iterations of rollout and update; 0: evaluate only
+    total_iterations: int = 100  # iterations of rollout and update (0: only evaluate)
     ppo_epochs: int = 1  # passes over each batch
     minibatch_size: int = 64  # responses per optimizer step
-    microbatch_tokens: int = 2048  # padded tokens per forward pass on each device: limits memory
-    lr: float = 1e-6  # of the actor
-    warmup_iterations: int = 0  # first iterations, in which learning rates rise from 0
-    weight_decay: float = 0.0  # of AdamW
-    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm (0: never)
-    clip_low: float = 0.2  # the ratio is clipped below 1 - this
-    clip_high: float = 0.2  # the ratio is clipped above 1 + this
+    microbatch_tokens: int = 2048  # padded tokens per forward pass of each device: limits memory
+    lr: float = 1e-6  # learning rate of the actor
+    warmup_iterations: int = 0  # number of iterations over which the learning rates rise from 0
+    weight_decay: float = 0.0  # weight decay of AdamW
+    max_grad_norm: float = 1.0  # scale gradients down to this global norm (0: never)
+    clip_low: float = 0.2  # clip the ratio below 1 minus this
+    clip_high: float = 0.2  # clip the ratio above 1 plus this
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    loss_agg: LossAgg = "seq-mean-token-mean"  # how token losses (policy, KL, entropy) become one number
+    loss_agg: LossAgg = "seq-mean-token-mean"  # how the losses of tokens (policy, KL, entropy) are averaged
 
     # Advantages
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"  # what of: see `group_advantages`
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"  # what a score is compared with, and how
 
-    # KL to the reference, the model as it was at the start
+    # KL divergence from the reference, the model as it was before training
     kl_reward_coef: float = 0.0  # weight of the KL penalty in the reward of a response
-    kl_reward_kind: KLKind = "k1"  # its estimator
+    kl_reward_kind: KLKind = "k1"  # estimator of this penalty
     kl_loss_coef: float = 0.001  # weight of the KL in the actor loss
-    kl_loss_kind: KLKind = "k3"  # its estimator (in a loss the gradient of k1 is 0 on average)
+    kl_loss_kind: KLKind = "k3"  # estimator in the loss (k1 is useless there: its gradient averages to 0)
 
-    # Files, seed, evaluation
-    output_dir: str = "runs"  # folder of all runs
-    run_name: str | None = None  # folder of this run inside --output-dir (default: SCRIPT-SEED-TIME)
-    seed: int = 1  # of data order and sampling
+    # Files, seed and evaluation
+    output_dir: str = "runs"  # folder that holds all runs
+    run_name: str | None = None  # name of this run's folder (default: SCRIPT-SEED-TIME)
+    seed: int = 1  # seed of data order and sampling
     eval_every: int = 10  # iterations between evaluations (0: only before and after training)
-    eval_rows: int = 512  # so many of the first test rows are evaluated (0: never)
-    track: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # where metrics go besides metrics.jsonl
-    save_every: int = 10  # iterations between checkpoints (0: only the one that SIGTERM or Ctrl-C leaves)
-    keep_checkpoints: int = 2  # so many of the newest are kept (0: all)
-    resume: bool = False  # continue --run-name from its newest checkpoint (or start it if it has none)
+    eval_rows: int = 512  # evaluate on the first N test rows (0: no evaluation)
+    track: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # where metrics go, besides metrics.jsonl
+    save_every: int = 10  # iterations between checkpoints (0: only after SIGTERM or Ctrl-C)
+    keep_checkpoints: int = 2  # how many of the newest checkpoints to keep (0: all)
+    resume: bool = False  # continue the run --run-name from its newest checkpoint, or start it
 
 
-# What the embedded task needs in place of the defaults for a real model: used when --model is absent.
+# Settings for the embedded task: the defaults when --model is not given.
 EMBEDDED = {
     "model": f"{TINY}/model",
     "dataset": f"{TINY}/train.jsonl",
@@ -158,7 +159,7 @@ EMBEDDED = {
 
 
 def main(args: Args):
-    """Trains, and returns the run folder."""
+    """Trains and returns the run folder."""
     accelerator = start_processes(args)
     rank = accelerator.process_index
     world_size = accelerator.num_processes
@@ -176,27 +177,26 @@ def main(args: Args):
     reward_function = load_reward(args.reward)
 
     def wrap(module):
-        """Moves a module to the device and adds autocast. There is no DDP: take_step adds up the ranks' gradients."""
+        """Moves a module to the device and gives it autocast. There is no DDP: take_step adds up the gradients."""
         if args.gradient_checkpointing:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
-        module.train()  # gradient checkpointing needs it; every dropout is 0
-        return accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
+        module.train()  # only for gradient checkpointing: every dropout is 0
+        return accelerator.prepare_model(module, evaluation_mode=True)  # "evaluation" means: no DDP
 
-    # `policy_model` is a plain transformers model: it is sampled from and saved. `policy` is the module around it:
-    # every gradient goes through that.
+    # `policy_model` is a plain transformers model, sampled from and saved. The module `policy` computes its log-probs.
     policy_model = add_lora(load_model(args.model, AutoModelForCausalLM), args.lora_rank, task_type="CAUSAL_LM")
     policy = wrap(Policy(policy_model, args.temperature))
     trainees = {"policy": (policy_model, make_optimizer(policy_model, args.weight_decay))}
 
     use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.6]
-    reference = policy  # unused without a KL; with LoRA the same weights, the adapter switched off in phase 3
+    reference = policy  # with LoRA, the reference is the policy without its adapter, which phase 3 switches off
     if use_reference and args.lora_rank == 0:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
         reference = wrap(Policy(reference_model, args.temperature))
 
-    # A checkpoint holds `trainees`, weights and optimizers, and this dictionary: put here what else must survive a
-    # restart. It must be equal on all ranks, as rank 0 alone saves it. A key that a checkpoint lacks keeps the value
-    # given here.
+    # A checkpoint holds the weights and optimizers of `trainees` and this dictionary. Anything else that must survive a
+    # restart goes in here, too. Only rank 0 saves it, so it must be the same on all ranks. A key that the checkpoint
+    # lacks keeps the value given here.
     state = {"iteration": 0, "prompts": 0, "best_score": -math.inf}
     if checkpoint_path:
         state |= load_checkpoint(checkpoint_path, trainees)
@@ -217,10 +217,10 @@ def main(args: Args):
     )
 
     def rollout(rows, uniforms, temperature):
-        """A Response to each row, sampled with its row of uniforms (B,T): for training and evaluation.
+        """Samples a Response to each row with its row of uniforms (B,T), for training and for evaluation.
 
-        What an environment adds, or a second turn, goes in here: append to the prompts, `generate` again, and return
-        one Response per row whose inserted tokens have log-prob NOT_SAMPLED.
+        This is the place for an environment or a second turn: append text to the prompts, call `generate` again, and
+        return one Response per row in which the inserted tokens have the log-prob NOT_SAMPLED.
         """
         with accelerator.autocast():
             responses = []
@@ -232,7 +232,7 @@ def main(args: Args):
         return responses
 
     def take_step(name, lr, step):
-        """Adds up the ranks' gradients, clips the sum, takes the optimizer step; returns the norm before clipping."""
+        """Adds up the ranks' gradients, clips the sum and takes an optimizer step. Returns the norm before clipping."""
         trained_model, optimizer = trainees[name]
         sum_gradients(trained_parameters(trained_model).values())
         for group in optimizer.param_groups:
@@ -247,15 +247,15 @@ def main(args: Args):
     if not checkpoint_path:  # before training
         metrics = evaluate(0, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
         log(0, metrics, run_dir, accelerator)
-        state["best_score"] = metrics.get("eval/score", -math.inf)  # only what is better than --model is a best model
+        state["best_score"] = metrics.get("eval/score", -math.inf)  # a best model must beat the one we started from
     signals = catch_signals()
 
     for iteration in range(first_iteration, args.total_iterations + 1):
         state["iteration"] = iteration
         started = time.perf_counter()
 
-        # 1. Rollout: group_size responses to each of this rank's prompts. Of W ranks, rank r takes the prompts r, r+W,
-        # r+2W, ... of the global batch, and their noise: so minibatch k, a piece of each rank's, is the same at any W.
+        # 1. Rollout: group_size responses to each of this rank's prompts. With W ranks, rank r takes prompts r, r+W, ...
+        # of the batch and their noise. Minibatch k, a part from each rank, therefore has the same rows for every W.
         drawn = draw_prompts(train_rows, state["prompts"], args.batch_size, args.seed)[rank::world_size]  # [7.2]
         state["prompts"] += args.batch_size
         rows = []
@@ -269,29 +269,29 @@ def main(args: Args):
         tokens, mask, rollout_logprobs, row_lengths = to_batch(rows, responses, device)  # (B,L)
         rollout_seconds = time.perf_counter() - started
 
-        # 2. Reward: one score per response.
+        # 2. Reward: a score for each response.
         texts, plain_scores = compute_scores(reward_function, tokenizer, rows, responses)
         truncated = torch.tensor([response.truncated for response in responses], device=device)  # (B,)
         scores = torch.tensor(plain_scores, device=device) - args.missing_eos_penalty * truncated  # [8.1] (B,)
 
-        # Cut the batch. minibatch_rows[k]: this rank's rows of minibatch k. minibatches[k]: the same as a list of
-        # micro-batches. Each, `mb`, is an index (row numbers, slice(0, l)) into any (B,L) tensor: tokens[mb] is those
-        # rows, cut to l columns, (b,l). counts[k]: the actions and the responses of minibatch k on all ranks together,
-        # the denominators of its losses. Every epoch takes the minibatches in another order, the same on all ranks;
-        # which rows form a minibatch does not change.
+        # Cut the batch. minibatch_rows[k] are the numbers of this rank's rows in minibatch k. minibatches[k] is that
+        # minibatch as a list of micro-batches. A micro-batch `mb` is an index (row numbers, slice(0, l)) into any (B,L)
+        # tensor: tokens[mb] has those rows, cut to l columns, (b,l). counts[k] are the numbers of actions and responses
+        # in minibatch k on all ranks together, which its losses are divided by. Each epoch visits the minibatches in
+        # another order, the same on all ranks; the rows of a minibatch stay the same.
         minibatch_rows = torch.arange(len(rows)).split(args.minibatch_size // world_size)
         minibatches = [pack(row_lengths, part.tolist(), args.microbatch_tokens, device) for part in minibatch_rows]
         counts = [count_actions(mask[part]) for part in minibatch_rows]  # [7.4]
         stream = random_stream("minibatches", args.seed, iteration)
-        steps = []  # [3.7] epoch and minibatch of each optimizer step
+        steps = []  # [3.7] (epoch, minibatch) of each optimizer step
         for epoch in range(args.ppo_epochs):
             order = torch.rand(len(minibatches), generator=stream).argsort()
             steps += [(epoch, k) for k in order.tolist()]
 
-        # 3. Log-probs of the policy that sampled and of the reference, by the forward pass of training; the
-        # sampler's differ from these by rounding.
+        # 3. Log-probs under the policy that sampled and under the reference, computed by the training forward pass. The
+        # sampler's own log-probs differ from these by rounding.
         old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
-        ref_logprobs = old_logprobs  # without a reference every KL is 0
+        ref_logprobs = old_logprobs  # without a reference, every KL is 0
         if use_reference:
             if reference is policy:
                 policy_model.disable_adapters()  # [4.11]
@@ -299,7 +299,7 @@ def main(args: Args):
             if reference is policy:
                 policy_model.enable_adapters()
 
-        # 5. Rewards and advantages: one advantage for a response, at each of its tokens.
+        # 5. Rewards and advantages. All tokens of a response have the same advantage.
         kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [4.5] (B,L)
         rewards = place_scores(scores, mask) - args.kl_reward_coef * kl  # (B,L)
         response_advantages = group_advantages(rewards.sum(1), args.group_size, args.estimator)  # (B,)
@@ -307,7 +307,7 @@ def main(args: Args):
 
         lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
 
-        # 6. Actor update. new_logprobs and entropy keep what each epoch computes, for the log alone.
+        # 6. Actor update. new_logprobs and entropy record what each epoch computes, only for the log.
         new_logprobs = old_logprobs.repeat(args.ppo_epochs, 1, 1)  # (epochs,B,L)
         entropy = torch.zeros_like(new_logprobs)
         actor_loss = torch.zeros((), device=device)
@@ -323,20 +323,20 @@ def main(args: Args):
                     mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb], args.kl_loss_kind)
                     mb_losses = mb_losses + args.kl_loss_coef * mb_kl
                 loss = aggregate(mb_losses, mask[mb], args.loss_agg, num_tokens, num_rows, args.max_response_length)
-                loss.backward()  # adds to the gradient: `loss` is this micro-batch's share of the step's loss
+                loss.backward()  # the gradients of micro-batches add up, as each loss is a share of the step's loss
                 actor_loss += loss.detach()
                 new_logprobs[epoch][mb] = mb_logprobs.detach()
                 entropy[epoch][mb] = mb_entropy.detach()
             actor_norms.append(take_step("policy", args.lr * lr_factor, step))
 
-        # Log. All numbers but memory and time cover the actions, or the responses, of all ranks: every rank must call
-        # `mean` and `std`.
+        # Log. Except for memory and time, every number covers the actions or responses of all ranks, so all ranks must
+        # call `mean` and `std`.
         actions = mask.expand_as(new_logprobs)  # (epochs,B,L)
         ratio = torch.where(actions, (new_logprobs - old_logprobs).exp(), 0)
         _, clipped = policy_loss(new_logprobs, old_logprobs, advantages, args.clip_low, args.clip_high)
-        # The sampler's log-probs against the training pass, in the minibatch of the first step: no weight had moved
-        # yet. They differ if the mask is wrong, if only one of the two transforms the logits, or if other weights were
-        # sampled from. (Not old_logprobs: a variant takes them from the sampler.)
+        # Compare the sampler's log-probs with the training pass, on the minibatch of the first step, before any weight
+        # has changed. They differ if the mask is wrong, if only one of the two transforms the logits, or if the sampler
+        # has other weights. (old_logprobs would not do: one variant takes them from the sampler.)
         _, first = steps[0]
         first_rows = minibatch_rows[first]
         logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
@@ -362,9 +362,9 @@ def main(args: Args):
             "actor/entropy": mean(entropy, actions),
             "actor/grad_norm": sum(actor_norms) / actor_step_count,
         }
-        limit = 0.1 if bf16 else 1e-2  # rounding: 1e-3 in bfloat16, 1e-7 in float32; a wrong mask: 1 and more
+        limit = 0.1 if bf16 else 1e-2  # rounding gives 1e-3 in bfloat16, 1e-7 in float32; a wrong mask 1 and more
         if not logprob_diff <= limit:  # written this way so that NaN is refused as well
-            reasons = "wrong mask, transformed logits, or other weights sampled"
+            reasons = "wrong mask, transformed logits, or a sampler with other weights"
             fail(f"iteration {iteration}: sampler and training pass differ by {logprob_diff:.2g}: {reasons}")
         if args.group_size > 1:
             metrics["group/zero_std_frac"] = mean(constant_groups(scores, args.group_size))
@@ -376,8 +376,8 @@ def main(args: Args):
         )
 
         # Evaluate, log, save, stop.
-        if LAUNCHED and os.getppid() != PARENT and not signals:  # Ctrl-C ends the launcher of one process at once
-            fail("the launcher has died, so this process ends as well; continue with --resume")
+        if LAUNCHED and os.getppid() != PARENT and not signals:  # Ctrl-C alone may end the launcher, too
+            fail("the launcher has died, so this process stops; continue with --run-name and --resume")
         if iteration == args.total_iterations or (args.eval_every and iteration % args.eval_every == 0):
             completions = {"response": texts, "score": scores.tolist()}
             write_completions(run_dir / f"completions/step_{iteration:06d}.jsonl", rows, completions, accelerator)
@@ -400,30 +400,30 @@ def main(args: Args):
         accelerator.print(f"the trained model is in {run_dir}/final")
     if args.track == "tensorboard":
         accelerator.print(f"curves: tensorboard --logdir {args.output_dir}")
-    # At its end torch waits for gloo's threads while it holds the lock (GIL) that they need: without this pause some
-    # runs hung here, with everything saved (pytorch issue 56297).
+    # On exit, torch joins gloo's threads while holding the lock (GIL) that they need. Without this pause, some runs
+    # hung here after saving everything (pytorch issue 56297).
     time.sleep(0.5)
     accelerator.end_training()
     return run_dir
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Mathematics. T stands for any width: `main` calls these with (B,L).
+# Mathematics. T is any width; `main` calls these functions with (B,L).
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
-    """Reduces `tensor` in place over all ranks, if there are several; returns it."""
+    """Reduces `tensor` in place over all ranks, if there are several, and returns it."""
     if dist.is_initialized():
         dist.all_reduce(tensor, op)
     return tensor
 
 
 def sum_gradients(parameters):  # [7.5]
-    """Replaces the gradients of a model's parameters by their sums over all ranks; every rank must call it.
+    """Replaces each parameter's gradient by its sum over all ranks. All ranks must call it.
 
-    A gradient that is missing counts as zero, for example that of an expert which no token of this rank chose. Many
-    small exchanges would be slow, so gradients travel in buckets: a bucket that holds 8 MB takes no more.
+    A missing gradient counts as zero, for example of an expert that no token of this rank chose. Gradients travel in
+    buckets, because many small exchanges would be slow. A bucket is full once it holds 8 MB.
     """
     buckets = [[]]
     for parameter in parameters:
@@ -437,33 +437,33 @@ def sum_gradients(parameters):  # [7.5]
     exchanges = []
     for bucket in buckets:
         flat = nn.utils.parameters_to_vector(bucket)
-        nn.utils.vector_to_parameters(flat, bucket)  # from now on the gradients are views of `flat`, not a second copy
+        nn.utils.vector_to_parameters(flat, bucket)  # turns the gradients into views of `flat`: there is no second copy
         exchanges.append(dist.all_reduce(flat, async_op=True))
     for exchange in exchanges:
         exchange.wait()
 
 
 def make_response_mask(responses, eos_ids):  # [1.10]
-    """responses (B,T) -> (B,T) bool: true up to and including the first EOS id; all true in a row that has none."""
+    """responses (B,T) -> (B,T) bool: true up to and including the first EOS id. A row without EOS is all true."""
     is_eos = torch.isin(responses, responses.new_tensor(eos_ids))
-    earlier = is_eos.cumsum(1) - is_eos.long()  # how many before this token
+    earlier = is_eos.cumsum(1) - is_eos.long()  # number of EOS tokens before this one
     return earlier == 0
 
 
 def masked_mean(x, mask, dim=None):
-    """Mean of x where mask is true, over all of it or along dim, whatever (NaN too) stands elsewhere; 0 if empty."""
+    """Mean of x over the mask, in total or along dim. Ignores values outside it, even NaN. 0 if the mask is empty."""
     return torch.where(mask, x, 0).sum(dim) / mask.sum(dim).clamp(min=1)
 
 
 def count_actions(mask):
-    """mask (B,T) -> [actions, rows with an action] of all ranks, a step's denominators; every rank must call it."""
+    """mask (B,T) -> [actions, rows with an action], counted on all ranks together. All ranks must call it."""
     return all_reduce(torch.stack([mask.sum(), mask.any(1).sum()])).tolist()
 
 
 def global_moments(x, mask=None):
-    """(mean, unbiased variance) of x, or of it where mask is true, over all ranks; every rank must call it.
+    """(mean, unbiased variance) of x, or of x over a mask, on all ranks together. All ranks must call it.
 
-    Two passes (E[x^2] - E[x]^2 cancels in floating point); variance 0 for fewer than two entries.
+    Two passes, because E[x^2] - E[x]^2 cancels in floating point. The variance of fewer than two numbers is 0.
     """
     if mask is None:
         mask = torch.ones_like(x, dtype=torch.bool)
@@ -475,19 +475,19 @@ def global_moments(x, mask=None):
 
 
 def mean(x, mask=None):
-    """For the log: mean of x over all ranks as a number; every rank must call it."""
+    """For the log: mean of x on all ranks together, as a number. All ranks must call it."""
     return global_moments(x, mask)[0].item()
 
 
 def std(x, mask=None):
-    """For the log: standard deviation of x over all ranks as a number; every rank must call it."""
+    """For the log: standard deviation of x on all ranks together, as a number. All ranks must call it."""
     return global_moments(x, mask)[1].sqrt().item()
 
 
 def masked_whiten(x, mask):  # [2.7]
-    """x (B,T) shifted and scaled to mean 0, variance 1 over the mask on all ranks; 0 outside. Every rank must call it.
+    """x (B,T) -> (B,T), shifted and scaled to mean 0 and variance 1 over the mask on all ranks together; 0 outside it.
 
-    Unbiased variance, eps 1e-8; all zeros when fewer than two tokens are valid.
+    Unbiased variance, eps 1e-8. All zeros if the mask has fewer than two tokens. All ranks must call it.
     """
     average, variance = global_moments(x, mask)
     whitened = (x - average) * torch.rsqrt(variance + 1e-8)
@@ -495,13 +495,13 @@ def masked_whiten(x, mask):  # [2.7]
 
 
 def place_scores(scores, mask):  # [4.7]
-    """scores (B,) -> (B,T): the score of a response is the reward of its last action, EOS or not."""
-    last = mask.cumsum(1).argmax(1, keepdim=True)  # (B,1) where the running count first has its maximum
+    """scores (B,) -> (B,T): the score of a response is the reward of its last action, whether EOS or not."""
+    last = mask.cumsum(1).argmax(1, keepdim=True)  # (B,1) argmax finds where the running count first is highest
     return torch.zeros_like(mask, dtype=torch.float32).scatter(1, last, scores[:, None])
 
 
 def constant_groups(scores, group_size):
-    """scores (B,) -> (N,) bool: the responses of the group all scored alike, so that there is nothing to learn."""
+    """scores (B,) -> (N,) bool: whether all responses of a group have the same score, so nothing can be learned."""
     groups = scores.view(-1, group_size)
     span = groups.amax(1) - groups.amin(1)
     largest = groups.abs().amax(1)
@@ -509,10 +509,10 @@ def constant_groups(scores, group_size):
 
 
 def group_advantages(scores, group_size, estimator):  # [5.12]
-    """Advantages (B,) of responses with these scores (B,), groups contiguous; exactly 0 in a constant group.
+    """scores (B,) -> advantages (B,). Groups are contiguous; the advantages of a constant group are exactly 0.
 
-    grpo: (s - mean) / (std + 1e-6), mean and unbiased std those of the group. dr_grpo: s - mean. rloo: s - mean of the
-    others. reinforce_pp: s - mean, or s in groups of one, whitened over the responses of all ranks (every rank must
+    grpo: (s - mean) / (std + 1e-6), with mean and unbiased std of the group. dr_grpo: s - mean. rloo: s - mean of the
+    others. reinforce_pp: s - mean, or just s in groups of one, whitened over the responses of all ranks (all ranks must
     call it; verl whitens over tokens).
     """
     groups = scores.view(-1, group_size)  # (N,G)
@@ -533,8 +533,8 @@ def group_advantages(scores, group_size, estimator):  # [5.12]
 def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     """Per-token estimate of KL(pi || pi_ref) from tokens sampled by pi (Schulman, "Approximating KL Divergence").
 
-    With x = ref_logprobs - logprobs: k1 = -x, k2 = x^2/2, k3 = exp(x) - 1 - x. Beyond x = 5 k3 goes on as a straight
-    line: finite, with the right sign, never flat (a clamp would kill the gradient just where the policy is far off).
+    With x = ref_logprobs - logprobs: k1 = -x, k2 = x^2/2, k3 = exp(x) - 1 - x. Above x = 5, k3 continues as its
+    tangent: finite, of the right sign and never flat. A clamp would remove the gradient where it is needed most.
     """
     x = ref_logprobs - logprobs
     if kind == "k1":
@@ -543,14 +543,14 @@ def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
         return x.square() / 2
     near = x.clamp(max=5.0)  # [4.3]
     k3 = near.exp() - near - 1
-    return k3 + (math.exp(5.0) - 1) * (x - near)  # the slope at 5 times how far x lies beyond
+    return k3 + (math.exp(5.0) - 1) * (x - near)  # the slope at x = 5, times the distance beyond 5
 
 
 def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
-    """Clipped surrogate (1707.06347, eq. 7), any shape: (losses to be minimised, clipped).
+    """Clipped surrogate (1707.06347, eq. 7), any shape: (losses to minimise, clipped).
 
-    `clipped` is true where the clipped term is the larger one, so that the gradient is 0. The log-ratio is clamped to
-    +-20 so that exp stays finite.
+    `clipped` is true where the clipped term is the larger one and the gradient therefore 0. The log-ratio is clamped to
+    +-20, so that exp stays finite.
     """
     ratio = (logprobs - old_logprobs).clamp(-20.0, 20.0).exp()  # [3.12]
     unclipped = -advantages * ratio
@@ -559,10 +559,10 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
 
 
 def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length):
-    """Token losses (B,T) of one micro-batch -> its share of the optimizer step's loss, a scalar.
+    """Losses of the tokens (B,T) of a micro-batch -> its share of the optimizer step's loss, a scalar.
 
-    num_tokens and num_sequences (rows with at least one valid token) are those of the whole step, all micro-batches and
-    ranks: the shares add up to the same loss however the step is cut. A step without tokens gives 0.
+    num_tokens and num_sequences (rows with at least one valid token) count the whole step, with all its micro-batches
+    and ranks. The shares therefore add up to the same loss, however the step is cut. A step without tokens gives 0.
     """
     losses = torch.where(mask, losses, 0)
     if mode == "token-mean":  # [5.6]
@@ -581,25 +581,27 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
 
 
 def load_model(name, auto_class, new_head=(), **config_options):
-    """A model in float32 without dropout; only safetensors, no remote code. Missing weights are an error, but for those
-    of a new head (`new_head`: how their names may begin), which start at zero."""
+    """A model in float32 without dropout, from safetensors only and without remote code.
+
+    Missing weights are an error, except in a new head (names that start with `new_head`), which is set to zero.
+    """
     if Path(name, "adapter_config.json").exists():
-        fail(f"{name} is an adapter: merge it with its base model first")
+        fail(f"{name} is an adapter: merge it into its base model first")
     config = AutoConfig.from_pretrained(name, **config_options)
     for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, float):  # with dropout two passes of the same weights would differ
+        if "drop" in key and isinstance(value, float):  # with dropout, two passes through the same weights would differ
             setattr(config, key, 0.0)
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, config=config, **options)
     for key in sorted(info["missing_keys"]):
-        if not key.startswith(new_head):  # true of any key if new_head is ()
-            fail(f"{name} is no {auto_class.__name__}, it lacks the weights {key}")
+        if not key.startswith(new_head):  # no key starts with ()
+            fail(f"{name} cannot be loaded as {auto_class.__name__}: it has no weights {key}")
         nn.init.zeros_(model.get_parameter(key))
     return model
 
 
 def add_lora(model, rank, **options):
-    """Freezes `model` and puts trainable low-rank matrices beside all its linear layers, if rank > 0; returns it."""
+    """If rank > 0, freezes `model` and adds trainable low-rank matrices to all its linear layers. Returns the model."""
     if rank > 0:
         from peft import LoraConfig
 
@@ -608,20 +610,20 @@ def add_lora(model, rank, **options):
 
 
 class Policy(nn.Module):
-    """Log-probs of actions under a causal language model. This is what `wrap` wraps: gradients go through forward."""
+    """Log-probs of actions under a causal language model."""
 
     def __init__(self, model, temperature):
         super().__init__()
         self.model = model
         self.inverse_temperature = 1 / temperature
-        self.chunk_elements = 2**26  # [14.2] logits at a time: 256 MiB in fp32, 1 GiB with what is made of them
+        self.chunk_elements = 2**26  # [14.2] logits at a time: 256 MiB in fp32, 1 GiB with what is computed from them
 
     def forward(self, tokens, mask):
         """tokens, mask (B,L) -> logprobs, entropy (B,L) in fp32, 0 outside the mask."""
-        actions = mask.nonzero(as_tuple=True)  # (n,) twice; a mask as index would keep a GPU waiting at each use
-        hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state[actions]  # (n,H) of the actions alone
+        actions = mask.nonzero(as_tuple=True)  # (n,) twice; indexing by the mask would wait for the GPU every time
+        hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state[actions]  # (n,H) of the actions
         labels = tokens.roll(-1, 1)[actions]  # [1.11] the one shift: state i predicts token i+1
-        # Logits exist for a chunk at a time; the backward pass computes them again.
+        # Logits exist for one chunk at a time. The backward pass computes them again.
         size = max(1, self.chunk_elements // self.model.config.get_text_config().vocab_size)
         chunks = zip(hidden.split(size), labels.split(size))
         results = [checkpoint(self.head, *c, use_reentrant=False, preserve_rng_state=False) for c in chunks]
@@ -638,21 +640,21 @@ class Policy(nn.Module):
 
 
 def trained_parameters(model):
-    """{name: parameter} of the parameters that are trained: with LoRA, only the adapter and a value head."""
+    """{name: parameter} of the parameters that are trained. With LoRA, these are the adapter and the value head."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def make_optimizer(model, weight_decay):
-    """AdamW over exactly those parameters of `model` that are trained, and so clipped and saved."""
+    """AdamW over exactly the parameters of `model` that are trained, clipped and saved."""
     # take_step sets the learning rate.
     return torch.optim.AdamW(trained_parameters(model).values(), weight_decay=weight_decay, fused=True)
 
 
 def collect_eos_ids(model, tokenizer):
-    """Sorted union of the EOS ids of tokenizer, config and generation config: any of them ends a response."""
+    """All EOS ids of tokenizer, config and generation config, sorted: each of them ends a response."""
     eos_ids = set()
     for source in tokenizer, model.config, model.generation_config:
-        ids = source.eos_token_id  # a number, a list or None
+        ids = source.eos_token_id  # a number, a list of numbers, or None
         eos_ids.update(ids if isinstance(ids, list) else [ids])
     return sorted(eos_ids - {None})
 
@@ -663,12 +665,12 @@ def collect_eos_ids(model, tokenizer):
 
 
 def random_stream(*key):
-    """CPU random stream of its own for every key, e.g. ("rollout", seed, iteration): no random state to save."""
+    """A CPU generator seeded by the key alone, e.g. ("rollout", seed, iteration): there is no random state to save."""
     return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
 
 
 def draw_prompts(rows, start, count, seed):
-    """Entries `start` to `start + count` of an endless list: the rows shuffled, the rows shuffled anew, and so on."""
+    """Entries `start` to `start + count` of an endless list: the rows shuffled, then shuffled again, and so on."""
     data_epoch, first = divmod(start, len(rows))
     order = []
     while len(order) < first + count:
@@ -680,19 +682,19 @@ def draw_prompts(rows, start, count, seed):
 def sample_tokens(logits, uniforms, temperature):
     """logits (B,V), uniforms (B,) in [0,1) -> tokens (B,), logprobs (B,): the inverse of the cumulative distribution.
 
-    Temperature 0 is greedy: the likeliest token, with log-prob 0.
+    Temperature 0 is greedy: it takes the most likely token and gives it log-prob 0.
     """
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
     logprobs = (logits.float() / temperature).log_softmax(-1)
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)  # fp32 would lose the rare tokens of a large vocabulary
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)  # in fp32, rare tokens could never be drawn
     tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
     tokens = tokens.clamp(max=logits.shape[-1] - 1)  # (B,1)
     return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
 
 
 def merge_equal(prompts, device):
-    """B prompts -> (the N that differ from the one before them, as tensors; which of them each of the B is)."""
+    """B prompts -> (the N prompts that differ from the one before, as tensors; for each of the B, which one it is)."""
     distinct = []
     owners = []
     for ids in prompts:
@@ -704,26 +706,26 @@ def merge_equal(prompts, device):
 
 @torch.no_grad()
 def generate(model, prompts, uniforms, eos_ids, temperature):
-    """Samples a Response to each of the B prompts (lists of ids) with a KV cache. Equal neighbours are read once.
+    """Samples a Response to each of the B prompts (lists of ids) with a KV cache. Equal neighbours are read only once.
 
-    uniforms (B,T) in [0,1), one per row and step: what a row becomes depends on its own noise alone, not on the process
-    or the batch it is in. The model's generation_config plays no part.
+    uniforms (B,T) in [0,1), one per row and step: a response depends only on its own row of noise, not on the
+    process or batch that it is sampled in. The model's generation_config is ignored.
     """
     prompts, owners = merge_equal(prompts, uniforms.device)
     inputs = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # all rows end alike
     attention_mask = (inputs >= 0).long()  # (N,P)
     tokens = torch.zeros_like(uniforms, dtype=torch.long)  # (B,T)
     logprobs = torch.zeros_like(uniforms, dtype=torch.float32)  # (B,T)
-    slots = torch.arange(len(uniforms), device=uniforms.device)  # which response each row of the shrinking batch writes
+    slots = torch.arange(len(uniforms), device=uniforms.device)  # the response that each row of the batch belongs to
     alive = torch.ones_like(slots, dtype=torch.bool)
     eos = slots.new_tensor(eos_ids)
     cache = transformers.DynamicCache(config=model.config)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     model.eval()  # in train mode, gradient checkpointing would switch the KV cache off
-    # inputs: what is fed in this step, the prompts at t = 0, then the last token (b,1) of the b rows that are left. Row
-    # j writes the response slots[j].
+    # `inputs` are the tokens to read in this step: the prompts at t = 0, after that the last token (b,1) of the b rows
+    # that are left in the batch. Row j belongs to response slots[j].
     for t in range(uniforms.shape[1]):
-        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -inputs.shape[1] :]  # those of the inputs
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -inputs.shape[1] :]  # of the inputs
         output = model(inputs.clamp(min=0), attention_mask=attention_mask, position_ids=positions, **options)
         logits = output.logits[:, -1]
         if t == 0:  # from here on every response has a row of its own
@@ -735,8 +737,8 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
         num_alive = int(alive.sum())
         if num_alive == 0:
             break
-        # [6.11] Finished rows leave, many at a time: dropping each at once would copy the cache in every step. Until
-        # then they sample on, which cut_responses undoes.
+        # [6.11] Finished rows leave many at a time, because removing any copies the cache of the others. Until then,
+        # they keep sampling, and cut_responses removes the excess.
         if num_alive <= 0.9 * len(slots):
             kept = alive.nonzero().squeeze(1)
             cache.batch_select_indices(kept)
@@ -750,7 +752,7 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
 
 
 def cut_responses(tokens, logprobs, eos_ids):
-    """tokens, logprobs (B,T) -> the Responses in them, each up to and with its first EOS."""
+    """tokens, logprobs (B,T) -> a list of B Responses, each up to and including its first EOS."""
     lengths = make_response_mask(tokens, eos_ids).sum(1).tolist()
     responses = []
     for ids, row_logprobs, length in zip(tokens.tolist(), logprobs.tolist(), lengths):
@@ -760,13 +762,13 @@ def cut_responses(tokens, logprobs, eos_ids):
 
 
 def to_batch(rows, responses, device):
-    """Rows of data and the Responses to them -> tokens, mask, rollout_logprobs (B,L), and the length of each row."""
+    """Rows of data and their Responses -> tokens, mask, rollout_logprobs (B,L), and a list of the rows' lengths."""
     token_rows = []
     logprob_rows = []
     for row, response in zip(rows, responses):
         prompt = row["input_ids"]
         token_rows.append(torch.tensor(prompt + response.ids))
-        # The last token of the prompt is the state of the first action; behind the last token nothing is sampled.
+        # The last token of the prompt is the state of the first action. Nothing is sampled after the last token.
         before = [NOT_SAMPLED] * (len(prompt) - 1)
         logprob_rows.append(torch.tensor(before + response.logprobs + [NOT_SAMPLED]))
     tokens = pad_sequence(token_rows, batch_first=True).to(device)
@@ -776,20 +778,20 @@ def to_batch(rows, responses, device):
 
 
 def pack(lengths, row_numbers, max_tokens, device):  # [3.2]
-    """Deals rows out to micro-batches of at most max_tokens padded tokens, longest first; a longer row goes alone.
+    """Groups rows, longest first, into micro-batches of at most max_tokens padded tokens; a longer row gets its own.
 
-    A micro-batch is an index into (B,L): the numbers of its rows, and the columns up to the end of the longest. Made
-    once per iteration and used by every pass: log-probs change a little (3e-6 in float32) with the rows beside them,
-    and the ratio of an unchanged policy must be exactly 1.
+    A micro-batch is an index into (B,L): the numbers of its rows, and a slice up to the end of the longest. Every pass
+    of an iteration uses the same ones, because log-probs change slightly (3e-6 in float32) with the other rows of the
+    batch, and the ratio of an unchanged policy must be exactly 1.
     """
     parts = []
-    width = 0  # of the newest part
+    width = 0  # of the last part
     for row in sorted(row_numbers, key=lambda row: lengths[row], reverse=True):
         if not parts or (len(parts[-1]) + 1) * width > max_tokens:
             parts.append([])
             width = lengths[row]
         parts[-1].append(row)
-    return [(torch.tensor(part, device=device), slice(lengths[part[0]])) for part in parts]  # the first is the longest
+    return [(torch.tensor(part, device=device), slice(lengths[part[0]])) for part in parts]  # the first row is longest
 
 
 @torch.no_grad()
@@ -799,7 +801,7 @@ def forward_all(module, minibatches, tokens, mask):
     for minibatch in minibatches:
         for mb in minibatch:
             output = module(tokens[mb], mask[mb])
-            result[mb] = output[0] if isinstance(output, tuple) else output  # a Policy gives entropies, too
+            result[mb] = output[0] if isinstance(output, tuple) else output  # a Policy also returns entropies
     return result
 
 
@@ -807,13 +809,13 @@ def forward_all(module, minibatches, tokens, mask):
 # Data and rewards
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Follows a question without "####", which a model that never saw GSM8K would not write. The words are verl's.
+# Appended to questions without "####", because a model that has not seen GSM8K would not write it. Worded by verl.
 GSM8K_REQUEST = ' Let\'s think step by step and output the final answer after "####".'
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def read_splits(source):
-    """{split: table} of a file (it is all `train`), of a folder saved by `datasets` or of a hub id `name[:config]`."""
+    """{split: table} of a file (all of it is `train`), a folder saved by `datasets` or a hub id `name[:config]`."""
     path = Path(source)
     if path.suffix in READERS:
         return datasets.load_dataset(READERS[path.suffix], data_files=source)
@@ -834,17 +836,17 @@ def read_data(args):
 
 
 def load_prompts(source, table, args, tokenizer):
-    """List of rows {prompt, input_ids, answer, columns}, and a sentence about them for the start-up block.
+    """A list of rows {prompt, input_ids, answer, columns}, and a sentence about them for the start-up block.
 
-    `columns` are those of the row in the data, and `messages`, the prompt as a chat. Prompts that are too long, or lack
-    their last message, are left out.
+    `columns` has all columns of the data and `messages`, the prompt as a chat. Prompts that are too long or have lost
+    their last message are left out.
     """
     if table is None:
-        return [], "no test data: --eval-dataset can name some"
+        return [], "no test data (--eval-dataset)"
     names = table.column_names
     for column in args.prompt_column, args.answer_column:
         if column is not None and column not in names:
-            fail(f"{source}: no column {column}; --prompt-column and --answer-column can name {', '.join(names)}")
+            fail(f"{source} has no column {column}; choose --prompt-column and --answer-column from {', '.join(names)}")
     use_chat = bool(tokenizer.chat_template) and args.chat_template != "none"
     rows = []
     for number, record in enumerate(table.to_list(), 1):
@@ -853,33 +855,34 @@ def load_prompts(source, table, args, tokenizer):
         if isinstance(answer, dict):  # verl's column reward_model
             answer = answer["ground_truth"]
         if args.reward == "gsm8k" and gsm8k_number(f"####{answer}", whole=True) is None:  # see `gsm8k`
-            fail(f"{source}, row {number}: --reward gsm8k needs one number as reference answer, this is {answer!r}")
-        if isinstance(messages, str):  # a text: one turn of the user
+            fail(f"{source}, row {number}: --reward gsm8k needs one number as the reference answer, not {answer!r}")
+        if isinstance(messages, str):  # a text becomes one turn of the user
             if args.prompt_suffix is not None:
                 messages += args.prompt_suffix
             elif args.reward == "gsm8k" and "####" not in messages:
                 messages += GSM8K_REQUEST
             messages = [{"role": "user", "content": messages}]
-        if use_chat:  # the template writes the BOS itself
+        if use_chat:  # the template adds the BOS token itself
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         else:
             text = "\n".join(message["content"] for message in messages)
         ids = tokenizer(text, add_special_tokens=not use_chat)["input_ids"]
-        # A template drops a message if it is the wrong one, or if that has other keys.
+        # The wrong template, or messages with other keys, can lose the text of a message.
         if 0 < len(ids) <= args.max_prompt_length and messages[-1]["content"].strip() in text:
             columns = record | {"messages": messages}
             rows.append({"prompt": text, "input_ids": ids, "answer": answer, "columns": columns})
     if not rows:
         limit = f"{args.max_prompt_length} tokens (--max-prompt-length)"
-        fail(f"{source}: the tokenizer, or its chat template, makes no whole prompt of 1 to {limit}")
+        fail(f"{source}: no prompt is left. After tokenizer and chat template, none has its whole text in 1 to {limit}")
     kind = "chat" if use_chat else "text"
     return rows, f"{source} ({kind}): {len(rows)} rows, {len(table) - len(rows)} left out"
 
 
 def gsm8k_number(text, whole=False):
-    """The number after the last '####' as a Decimal; None if there is none. '#### $-1,234.' is -1234.
+    """The number after the last '####' as a Decimal, e.g. -1234 for '#### $-1,234.', or None if there is no number.
 
-    whole: None, too, if more than a number, its unit and a full stop is there, so that 3/4 or 1,2,3 is not half read.
+    With `whole`, also None if anything but a unit and a full stop surrounds the number, so 3/4 and 1,2,3 are not read
+    in part.
     """
     _, mark, tail = text.rpartition("####")
     match = re.match(r"\s*[$€£]? ?([-+]?) ?[$€£]? ?((?:\d[\d,]*)?\.?\d+)", tail)
@@ -891,9 +894,9 @@ def gsm8k_number(text, whole=False):
 
 
 def gsm8k(prompts, responses, answers):
-    """1 if the number after the response's last '####' is the answer's (a solution with '####', or the bare number)."""
+    """1 if the number after the last '####' is that of the answer, which is a solution with '####' or a bare number."""
     numbers = [gsm8k_number(response) for response in responses]
-    # With the prefix a bare number can be read; in a solution its own last #### counts.
+    # The prefix lets a bare number be read. In a solution, its own last #### decides.
     golds = [gsm8k_number(f"####{answer}") for answer in answers]
     return [float(number is not None and number == gold) for number, gold in zip(numbers, golds)]
 
@@ -901,8 +904,8 @@ def gsm8k(prompts, responses, answers):
 def load_reward(spec):
     """The function that --reward names: f(prompts, responses, answers, **columns) -> list of floats.
 
-    The first three are passed by position, lists of equal length. A further parameter that is named like a column of
-    the data, e.g. f(prompts, responses, answers, difficulty), gets that column; `messages` gets the prompts as chats.
+    The first three are passed by position, as lists of equal length. Any further parameter gets the column of the data
+    that has its name, as in f(prompts, responses, answers, difficulty). `messages` gets the prompts as chats.
     """
     if spec == "gsm8k":
         return gsm8k
@@ -916,19 +919,19 @@ def load_reward(spec):
 
 
 def compute_scores(reward_function, tokenizer, rows, responses):
-    """(texts of the Responses, one finite float for each)."""
+    """(texts of the Responses, their scores: one finite number for each)."""
     if not rows:
         return [], []
     texts = tokenizer.batch_decode([response.ids for response in responses], skip_special_tokens=True)
     prompts = [row["prompt"] for row in rows]
     answers = [row["answer"] for row in rows]
     columns = {}
-    for name in list(inspect.signature(reward_function).parameters)[3:]:  # [8.3] what it asks for besides these three
+    for name in list(inspect.signature(reward_function).parameters)[3:]:  # [8.3] what else it asks for
         if name in rows[0]["columns"]:
             columns[name] = [row["columns"][name] for row in rows]
     scores = [float(score) for score in reward_function(prompts, [*texts], answers, **columns)]
     if len(scores) != len(rows) or not all(map(math.isfinite, scores)):
-        fail(f"the reward should give {len(rows)} finite numbers, got {len(scores)}: {str(scores)[:300]}")
+        fail(f"the reward must return {len(rows)} finite numbers, not these {len(scores)}: {str(scores)[:300]}")
     return texts, scores
 
 
@@ -938,15 +941,15 @@ def compute_scores(reward_function, tokenizer, rows, responses):
 
 
 def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args, accelerator):
-    """Scores every row once greedily and once sampled at temperature 1: the metrics; writes the completions.
+    """Scores every row twice, greedy and sampled at temperature 1; writes the completions and returns the metrics.
 
-    A row's noise is always the same, so that evaluations differ by the model alone.
+    The noise of a row is always the same, so two evaluations differ only by the model.
     """
     if not rows:
         return {}
     shape = len(rows), args.max_response_length
     uniforms = torch.rand(shape, generator=random_stream("eval", args.seed), dtype=torch.float64)
-    # A rank may have no row; it takes part in the means all the same.
+    # A rank without rows still takes part in the means.
     mine = slice(accelerator.process_index, None, accelerator.num_processes)
     rows = rows[mine]
     metrics = {}
@@ -956,7 +959,7 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
         texts, scores = compute_scores(reward_function, tokenizer, rows, responses)
         metrics[f"eval/score{kind}"] = mean(torch.tensor(scores, device=accelerator.device))
         completions |= {f"response{kind}": texts, f"score{kind}": scores}
-    lengths = [len(response.ids) for response in responses]  # of those sampled, which came last
+    lengths = [len(response.ids) for response in responses]  # of the sampled responses, which came last
     metrics["eval/length_mean"] = mean(torch.tensor(lengths, device=accelerator.device))
     write_completions(run_dir / f"completions/eval_{iteration:06d}.jsonl", rows, completions, accelerator)
     accelerator.print(
@@ -967,7 +970,7 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
 
 
 def log(iteration, metrics, run_dir, accelerator):
-    """A line of metrics.jsonl, and the tracker's; every rank may call it."""
+    """Writes a line of metrics.jsonl and hands it to the tracker. Any rank may call it."""
     if accelerator.is_main_process:
         with open(run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"step": iteration} | metrics) + "\n")
@@ -977,22 +980,22 @@ def log(iteration, metrics, run_dir, accelerator):
 def find_run(args):
     """(folder of the run, its newest checkpoint or None)."""
     if args.resume and args.run_name is None:
-        fail("--resume needs --run-name: which run should continue?")
+        fail("--resume needs --run-name, the name of the run to continue")
     name = args.run_name or f"{Path(__file__).stem}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = Path(args.output_dir, broadcast_object_list([name])[0])  # all ranks take the time from rank 0
+    run_dir = Path(args.output_dir, broadcast_object_list([name])[0])  # the time is that of rank 0
     if run_dir.exists() and not args.resume:
         fail(f"the run folder {run_dir} exists: choose another --run-name, or continue that run with --resume")
     return run_dir, max(run_dir.glob("checkpoints/step_*"), default=None)
 
 
 def open_run(run_dir, args, kept_lines, accelerator):
-    """Creates the run folder, cuts metrics.jsonl after its first `kept_lines` lines, and starts the tracker."""
+    """Creates the run folder, truncates metrics.jsonl to its first `kept_lines` lines, and starts the tracker."""
     script = sys.argv[0]
     settings = vars(args) | {"num_processes": accelerator.num_processes, "script": os.path.basename(script)}
     if accelerator.is_main_process:
         (run_dir / "completions").mkdir(parents=True, exist_ok=True)
         (run_dir / "args.json").write_text(json.dumps(settings, indent=1))
-        for file in {__file__, script}:  # another script may import this one and replace a part of it
+        for file in {__file__, script}:  # they differ if another script imports this one and replaces a part of it
             shutil.copy(file, run_dir)
         with open(run_dir / "metrics.jsonl", "a+b") as file:
             file.seek(0)
@@ -1019,7 +1022,7 @@ def write_completions(path, rows, columns, accelerator):
 def save_models(path, trainees, tokenizer, accelerator):
     """Saves plain transformers folders with the tokenizer: the policy in `path`, any other model in a subfolder.
 
-    A folder gets its proper name last, so that a model of that name is complete. All ranks must call it.
+    A folder gets its name last, so a model that has it is complete. All ranks must call it.
     """
     unfinished = path.with_name("unfinished")
     for name, (model, _) in trainees.items():
@@ -1033,7 +1036,7 @@ def save_models(path, trainees, tokenizer, accelerator):
 
 
 def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
-    """Saves the trained parameters, the states of their optimizers and `state`, and keeps the newest `keep` files.
+    """Saves the trained parameters, the states of their optimizers and `state`, and deletes all but the `keep` newest.
 
     All ranks must call it.
     """
@@ -1044,23 +1047,23 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
         path.parent.mkdir(exist_ok=True)
         unfinished = path.with_name("unfinished")
         torch.save(saved, unfinished)
-        unfinished.replace(path)  # a file of this name is complete
-        for old in sorted(path.parent.glob("step_*"))[:-keep]:  # none if keep is 0
+        unfinished.replace(path)  # so a file of that name is complete
+        for old in sorted(path.parent.glob("step_*"))[:-keep]:  # none of them if keep is 0
             old.unlink()
 
 
 def load_checkpoint(path, trainees):
-    """Reads a checkpoint into models and optimizers and returns its `state`. Hyperparameters come from the flags."""
+    """Loads a checkpoint into models and optimizers and returns its `state`. Hyperparameters come from the flags."""
     saved = {}
     if path.is_file():  # a folder comes from the sharded script or from version 0.3
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if saved.keys() != {*trainees, "state"}:
-        fail(f"{path} is a checkpoint of another script or version")
+        fail(f"{path} was written by another script or version, so this one cannot continue it")
     for name, (model, optimizer) in trainees.items():
         weights, saved_optimizer = saved[name]
         if weights.keys() != trained_parameters(model).keys():
-            fail(f"{path} is a checkpoint of another model or --lora-rank than the {name} has now")
-        model.load_state_dict(weights, strict=False)  # other shapes are torch's own error
+            fail(f"{path} was written with another model or another --lora-rank than {name} has now")
+        model.load_state_dict(weights, strict=False)  # torch refuses other shapes
         optimizer.load_state_dict(optimizer.state_dict() | {"state": saved_optimizer["state"]})
     return saved["state"]
 
@@ -1069,27 +1072,27 @@ def load_checkpoint(path, trainees):
 # Processes and signals
 # ---------------------------------------------------------------------------------------------------------------------
 
-# `accelerate launch` and torchrun set one of these variables, and are the parent process.
+# `accelerate launch` and torchrun set one of these variables and are then the parent process.
 LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 PARENT = os.getppid()
 SIZES = "batch_size group_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
 
 
 def start_processes(args):
-    """Joins the launched processes and checks the flags that need no model or data; returns the Accelerator."""
+    """Joins the launched processes and checks the flags, as far as that needs no model. Returns the Accelerator."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     sys.stdout.reconfigure(line_buffering=True)  # lines appear in a log file at once
     if "ACCELERATE_USE_FSDP" in os.environ or "ACCELERATE_USE_DEEPSPEED" in os.environ:
-        fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: launch without")
+        fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: turn them off")
     bf16 = args.dtype == "bfloat16"
     if args.dtype == "auto":
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)  # no, without a GPU
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)  # false without a GPU
     precision = "bf16" if bf16 else "no"
     tracker = None if args.track == "none" else args.track
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),  # without it, each of two CPU processes would think it is the only one
+        cpu=not torch.cuda.is_available(),  # without this, each of two CPU processes would think it is alone
         mixed_precision=precision,
         log_with=tracker,
         project_dir=args.output_dir,
@@ -1103,7 +1106,7 @@ def start_processes(args):
     world_size = accelerator.num_processes
     if args.batch_size * args.group_size % args.minibatch_size or args.minibatch_size % (args.group_size * world_size):
         sizes = f"--group-size {args.group_size} x {world_size} processes"
-        fail(f"--minibatch-size must be a multiple of {sizes}, and --batch-size x --group-size one of --minibatch-size")
+        fail(f"--minibatch-size must be a multiple of {sizes}, and divide --batch-size x --group-size")
     if args.group_size == 1 and args.estimator != "reinforce_pp":
         fail(f"--estimator {args.estimator} compares responses to one prompt: --group-size must be 2 or more")
     set_seed(args.seed)  # for LoRA's matrices; all other random numbers come from generators of their own
@@ -1111,14 +1114,14 @@ def start_processes(args):
 
 
 def catch_signals():
-    """From now on SIGTERM and Ctrl-C only append to the list that is returned; `main` stops after the iteration.
+    """From now on, SIGTERM and Ctrl-C only append to the returned list, and `main` stops after the current iteration.
 
-    The launcher kills whatever still runs 30 s after it passed a signal on, so a longer iteration is lost.
+    The launcher kills the processes 30 s after it has forwarded a signal, so a longer iteration is lost.
     """
     signals = []
 
     def note(number, frame):
-        if signal.SIGINT in signals:  # a second Ctrl-C stops the run at once; a launcher may forward it as SIGTERM
+        if signal.SIGINT in signals:  # a second Ctrl-C, which a launcher may forward as SIGTERM, stops at once
             signal.default_int_handler(number, frame)
         signals.append(number)
 
@@ -1131,8 +1134,8 @@ def catch_signals():
 
     for number in signal.SIGTERM, signal.SIGINT:
         signal.signal(number, note)
-    # Processes that a reward forks must still die of SIGTERM: that is how a pool ends its workers. A child would lose a
-    # SIGTERM that arrives before the handler is reset, so the signal is blocked from before the fork until then.
+    # Processes that a reward forks must still die of SIGTERM, which is how a pool ends its workers. A child would lose
+    # a SIGTERM that arrives before it has reset the handler, so the signal stays blocked from the fork until then.
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
         after_in_parent=unblock,
@@ -1142,12 +1145,12 @@ def catch_signals():
 
 
 def fail(sentence):
-    """Ends this process with one sentence; the launcher then ends the others."""
+    """Ends this process with one sentence. The launcher then ends the others."""
     sys.exit(f"error: {sentence}")
 
 
 def parse_args():
-    """Args from the command line; without --model those of the embedded task are the defaults."""
+    """Args from the command line. Without --model, the defaults are those of the embedded task."""
     if any(word.startswith("--model") for word in sys.argv):
         return tyro.cli(Args)
     return tyro.cli(Args, default=Args(**EMBEDDED))
