@@ -82,18 +82,18 @@ class Args:
     """GRPO for language models. Batch sizes are totals over all processes."""
 
     # Models
-    model: str  # policy to train: transformers folder or hub id (default: the embedded model, with its settings)
+    model: str  # policy to train: transformers folder or hub id (unset: the embedded model, with its settings)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward and backward passes; auto: bfloat16 on a GPU
     lora_rank: int = 0  # train low-rank matrices next to the frozen weights (LoRA, 2106.09685); 0: train all weights
     gradient_checkpointing: bool = False  # recompute activations: saves memory, costs about a third more time
 
     # Prompts and their reward
     dataset: str = "openai/gsm8k:main"  # .jsonl/.json/.parquet/.csv, folder saved by `datasets`, hub id `name[:config]`
-    eval_dataset: str | None = None  # test data, given like --dataset (default: its `test` split)
+    eval_dataset: str | None = None  # test data, given like --dataset (unset: its `test` split)
     prompt_column: str = "question"  # column with the prompts: texts or chats
     answer_column: str | None = "answer"  # column with the reference answers, if any; verl's `reward_model` works, too
-    chat_template: str | None = None  # Jinja file, or none: prompts stay plain text (default: the tokenizer's template)
-    prompt_suffix: str | None = None  # appended to text prompts (default: with --reward gsm8k, a request for "####")
+    chat_template: str | None = None  # Jinja file, or none: prompts stay plain text (unset: the tokenizer's template)
+    prompt_suffix: str | None = None  # appended to text prompts (unset: with --reward gsm8k, a request for "####")
     max_prompt_length: int = 512  # tokens; longer prompts are left out
     max_response_length: int = 512  # tokens; a response that has no EOS by then is truncated
     reward: str = "gsm8k"  # gsm8k (compares the number after ####) or file.py:function(prompts, responses, answers)
@@ -130,7 +130,7 @@ class Args:
 
     # Files, seed and evaluation
     output_dir: str = "runs"  # folder that holds all runs
-    run_name: str | None = None  # name of this run's folder (default: SCRIPT-SEED-TIME)
+    run_name: str | None = None  # name of this run's folder (unset: SCRIPT-SEED-TIME)
     seed: int = 1  # seed of data order and sampling
     eval_every: int = 10  # iterations between evaluations (0: only before and after training)
     eval_rows: int = 512  # evaluate on the first N test rows (0: no evaluation)
@@ -254,8 +254,8 @@ def main(args: Args):
         state["iteration"] = iteration
         started = time.perf_counter()
 
-        # 1. Rollout: group_size responses to each of this rank's prompts. With W ranks, rank r takes prompts r, r+W, ...
-        # of the batch and their noise. Minibatch k, a part from each rank, therefore has the same rows for every W.
+        # 1. Rollout: a group of responses to each of this rank's prompts. With W ranks, rank r takes prompts r, r+W,
+        # ... of the batch and their noise. Minibatch k, a part from each rank, therefore has the same rows for every W.
         drawn = draw_prompts(train_rows, state["prompts"], args.batch_size, args.seed)[rank::world_size]  # [7.2]
         state["prompts"] += args.batch_size
         rows = []

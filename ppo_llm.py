@@ -78,19 +78,19 @@ class Args:
     """PPO for language models. Batch sizes are totals over all processes."""
 
     # Models
-    model: str  # policy to train: transformers folder or hub id (default: the embedded model, with its settings)
+    model: str  # policy to train: transformers folder or hub id (unset: the embedded model, with its settings)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward and backward passes; auto: bfloat16 on a GPU
     lora_rank: int = 0  # train low-rank matrices next to the frozen weights (LoRA, 2106.09685); 0: train all weights
-    critic_model: str | None = None  # where the critic starts, with its value head if it has one (default: --model)
+    critic_model: str | None = None  # where the critic starts, with its value head if it has one (unset: --model)
     gradient_checkpointing: bool = False  # recompute activations: saves memory, costs about a third more time
 
     # Prompts and their reward
     dataset: str = "openai/gsm8k:main"  # .jsonl/.json/.parquet/.csv, folder saved by `datasets`, hub id `name[:config]`
-    eval_dataset: str | None = None  # test data, given like --dataset (default: its `test` split)
+    eval_dataset: str | None = None  # test data, given like --dataset (unset: its `test` split)
     prompt_column: str = "question"  # column with the prompts: texts or chats
     answer_column: str | None = "answer"  # column with the reference answers, if any; verl's `reward_model` works, too
-    chat_template: str | None = None  # Jinja file, or none: prompts stay plain text (default: the tokenizer's template)
-    prompt_suffix: str | None = None  # appended to text prompts (default: with --reward gsm8k, a request for "####")
+    chat_template: str | None = None  # Jinja file, or none: prompts stay plain text (unset: the tokenizer's template)
+    prompt_suffix: str | None = None  # appended to text prompts (unset: with --reward gsm8k, a request for "####")
     max_prompt_length: int = 512  # tokens; longer prompts are left out
     max_response_length: int = 512  # tokens; a response that has no EOS by then is truncated
     reward: str = "gsm8k"  # gsm8k (compares the number after ####) or file.py:function(prompts, responses, answers)
@@ -130,7 +130,7 @@ class Args:
 
     # Files, seed and evaluation
     output_dir: str = "runs"  # folder that holds all runs
-    run_name: str | None = None  # name of this run's folder (default: SCRIPT-SEED-TIME)
+    run_name: str | None = None  # name of this run's folder (unset: SCRIPT-SEED-TIME)
     seed: int = 1  # seed of data order and sampling
     eval_every: int = 10  # iterations between evaluations (0: only before and after training)
     eval_rows: int = 512  # evaluate on the first N test rows (0: no evaluation)
@@ -1137,7 +1137,7 @@ def start_processes(args):
             fail(f"--{name} must be at least {least}, but is {value}")
     world_size = accelerator.num_processes
     if args.batch_size % args.minibatch_size or args.minibatch_size % world_size:
-        fail(f"--batch-size must be a multiple of --minibatch-size, which must be one of the {world_size} processes")
+        fail(f"--batch-size must be a multiple of --minibatch-size, and that a multiple of {world_size} processes")
     set_seed(args.seed)  # for LoRA's matrices; all other random numbers come from generators of their own
     return accelerator
 
