@@ -9,12 +9,12 @@ better than the critic expected. The tokens of the answer are the actions a_t, t
     actor loss            = mean over tokens of [max(-A*rho, -A*clip(rho, 1-lo, 1+hi)) - c_H*H + c_KL*KL]  (1707.06347)
     critic loss           = mean over tokens of 1/2*(V(s_t) - G_t)^2,  G_t = A_t + V_old(s_t)
 
-Departures from the papers: actor and critic share no weights and have an optimizer each, and the critic starts as a
+Departures from the papers: actor and critic share no weights, and each has its own optimizer; the critic starts as a
 copy of the policy's model with a zero head. Advantages are whitened over the whole batch, on all processes together,
-after the returns G have been computed. Each optimizer step has a single denominator, so every token has the same
-weight, whatever the micro-batch size or number of processes (--loss-agg offers other averages).
+after the returns G have been computed. The loss of an optimizer step is divided only once, by the step's number of
+tokens on all processes, so every token in it has the same weight (--loss-agg offers other averages for the actor).
 
-One batch serves all phases. Each row of `tokens` (B,L) is a prompt followed by its response, padded at the end, so no
+All phases share one batch. Each row of `tokens` (B,L) is a prompt followed by its response, padded at the end, so no
 attention mask is needed. B is the number of rows on this process, L the padded width, T the longest response. Column i
 of every other (B,L) tensor belongs to one action: choosing token i+1 after reading tokens 0 to i. `mask` marks the
 actions, the tokens that the policy sampled. Log-probs, values, rewards and advantages are 0 everywhere else. Here a
@@ -27,14 +27,14 @@ prompt of three tokens p is answered by a and the EOS token e, in a batch that i
 Order of the file: flags; `main`, the algorithm; mathematics, models, sampling, data and rewards, evaluation and files,
 processes and signals.
 
-Launch. Without --model, it trains the small model in benchmarks/tiny on the task that comes with it:
+Launch. Without --model, the script trains the small model in benchmarks/tiny on the task that comes with it:
     accelerate launch SCRIPT                              on every GPU of this machine, or one process without a GPU
     accelerate launch --multi_gpu --num_processes 2 SCRIPT --model Qwen/Qwen2.5-0.5B
     python SCRIPT --model MODEL --help                    all flags, with the defaults for a real model
 Comments like [2.3] point to a section of notes/.
 """
 
-import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -66,11 +66,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
 KLKind = Literal["k1", "k2", "k3"]
+LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 # What follows a prompt: token ids, a log-prob for each, and whether it was cut off. A token that the policy did not
 # sample, such as text from an environment, is not an action: its log-prob is NOT_SAMPLED (a real one is never above 0).
 Response = namedtuple("Response", "ids logprobs truncated")
 NOT_SAMPLED = math.inf
-LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
 @dataclass
@@ -108,14 +108,14 @@ class Args:
     microbatch_tokens: int = 2048  # padded tokens per forward pass of each device: limits memory
     lr: float = 1e-6  # learning rate of the actor
     critic_lr: float = 1e-5  # learning rate of the critic
-    warmup_iterations: int = 0  # number of iterations over which the learning rates rise from 0
+    warmup_iterations: int = 0  # number of first iterations in which the learning rates rise from 0
     critic_warmup_iterations: int = 0  # number of first iterations that train only the critic
     weight_decay: float = 0.0  # weight decay of AdamW
     max_grad_norm: float = 1.0  # scale gradients down to this global norm (0: never)
     clip_low: float = 0.2  # clip the ratio below 1 minus this
     clip_high: float = 0.2  # clip the ratio above 1 plus this
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    loss_agg: LossAgg = "token-mean"  # how the losses of tokens (policy, KL, entropy) are averaged
+    loss_agg: LossAgg = "token-mean"  # how the actor averages the losses of tokens
 
     # Advantages
     gamma: float = 1.0  # discount from one token to the next
@@ -182,8 +182,8 @@ def main(args: Args):
         """Moves a module to the device and gives it autocast. There is no DDP: take_step adds up the gradients."""
         if args.gradient_checkpointing:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
-        module.train()  # only for gradient checkpointing: every dropout is 0
-        return accelerator.prepare_model(module, evaluation_mode=True)  # "evaluation" means: no DDP
+        module.train()  # gradient checkpointing works only in this mode; dropout is 0 anyway
+        return accelerator.prepare_model(module, evaluation_mode=True)  # evaluation_mode leaves DDP out
 
     # `policy_model` is a plain transformers model, sampled from and saved. The module `policy` computes its log-probs.
     policy_model = add_lora(load_model(args.model, AutoModelForCausalLM), args.lora_rank, task_type="CAUSAL_LM")
@@ -197,7 +197,7 @@ def main(args: Args):
     trainees["critic"] = (critic_model, make_optimizer(critic_model, args.weight_decay))
 
     use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.6]
-    reference = policy  # with LoRA, the reference is the policy without its adapter, which phase 3 switches off
+    reference = policy  # with LoRA: the policy with its adapter switched off (phase 3)
     if use_reference and args.lora_rank == 0:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
         reference = wrap(Policy(reference_model, args.temperature))
@@ -209,7 +209,7 @@ def main(args: Args):
     if checkpoint_path:
         state |= load_checkpoint(checkpoint_path, trainees)
     first_iteration = state["iteration"] + 1
-    kept_lines = first_iteration if checkpoint_path else 0  # of metrics.jsonl: one from before training, one a step
+    kept_lines = first_iteration if checkpoint_path else 0  # of metrics.jsonl, whose first line is for iteration 0
     eos_ids = collect_eos_ids(policy_model, tokenizer)
     open_run(run_dir, args, kept_lines, accelerator)
 
@@ -217,7 +217,7 @@ def main(args: Args):
         f"{Path(__file__).name}: {world_size} process(es) on {device.type}, {'bfloat16' if bf16 else 'float32'}\n"
         f"  policy     {args.model}: {policy_model.num_parameters():,} parameters, lr {args.lr}, EOS ids {eos_ids}\n"
         f"  critic     {args.critic_model or args.model}, lr {args.critic_lr}\n"
-        f"  KL         to the start: {args.kl_reward_coef} in the reward, {args.kl_loss_coef} in the loss\n"
+        f"  KL         to the reference: {args.kl_reward_coef} in the reward, {args.kl_loss_coef} in the loss\n"
         f"  train      {train_summary}; the first ends in {train_rows[0]['prompt'][-60:]!r}\n"
         f"  eval       {test_summary}; the first {len(test_rows)} are evaluated\n"
         f"  batch      {args.batch_size} responses, minibatches of {args.minibatch_size}, {args.ppo_epochs} epoch(s)\n"
@@ -225,10 +225,10 @@ def main(args: Args):
     )
 
     def rollout(rows, uniforms, temperature):
-        """Samples a Response to each row with its row of uniforms (B,T), for training and for evaluation.
+        """Samples a Response to each row, for training and for evaluation. uniforms (B,T) is the noise for it.
 
-        This is the place for an environment or a second turn: append text to the prompts, call `generate` again, and
-        return one Response per row in which the inserted tokens have the log-prob NOT_SAMPLED.
+        This is the place for an environment or a second turn: append text to the prompts, call `generate` again with
+        the next columns of noise, and return one Response per row whose inserted tokens have log-prob NOT_SAMPLED.
         """
         with accelerator.autocast():
             responses = []
@@ -239,7 +239,7 @@ def main(args: Args):
                 responses += generate(policy_model, prompts, uniforms[part].to(device), eos_ids, temperature)
         return responses
 
-    def take_step(name, lr, step):
+    def take_step(name, lr):
         """Adds up the ranks' gradients, clips the sum and takes an optimizer step. Returns the norm before clipping."""
         trained_model, optimizer = trainees[name]
         sum_gradients(trained_parameters(trained_model).values())
@@ -247,7 +247,7 @@ def main(args: Args):
             group["lr"] = lr
         norm = nn.utils.clip_grad_norm_(trained_model.parameters(), args.max_grad_norm or math.inf).item()
         if not math.isfinite(norm):
-            fail(f"iteration {state['iteration']}, step {step} of the {name}: gradient norm {norm}")
+            fail(f"iteration {state['iteration']}: the gradient norm of the {name} is {norm}")
         optimizer.step()
         optimizer.zero_grad()
         return norm
@@ -278,14 +278,12 @@ def main(args: Args):
         truncated = torch.tensor([response.truncated for response in responses], device=device)  # (B,)
         scores = torch.tensor(plain_scores, device=device) - args.missing_eos_penalty * truncated  # [8.1] (B,)
 
-        # Cut the batch. minibatch_rows[k] are the numbers of this rank's rows in minibatch k. minibatches[k] is that
-        # minibatch as a list of micro-batches. A micro-batch `mb` is an index (row numbers, slice(0, l)) into any (B,L)
-        # tensor: tokens[mb] has those rows, cut to l columns, (b,l). counts[k] are the numbers of actions and responses
-        # in minibatch k on all ranks together, which its losses are divided by. Each epoch visits the minibatches in
-        # another order, the same on all ranks; the rows of a minibatch stay the same.
-        minibatch_rows = torch.arange(len(rows)).split(args.minibatch_size // world_size)
+        # Cut the batch, for all passes below. A micro-batch `mb` is an index (row numbers, slice(0, l)): tokens[mb] are
+        # those rows of a (B,L) tensor, cut to l columns, (b,l).
+        minibatch_rows = torch.arange(len(rows)).split(args.minibatch_size // world_size)  # this rank's rows in each
         minibatches = [pack(row_lengths, part.tolist(), args.microbatch_tokens, device) for part in minibatch_rows]
-        counts = [count_actions(mask[part]) for part in minibatch_rows]  # [7.4]
+        counts = [count_actions(mask[part]) for part in minibatch_rows]  # [7.4] on all ranks, for the losses
+        # Every epoch visits the minibatches in another order, the same on all ranks. Their rows stay together.
         stream = random_stream("minibatches", args.seed, iteration)
         steps = []  # [3.7] (epoch, minibatch) of each optimizer step
         for epoch in range(args.ppo_epochs):
@@ -297,8 +295,8 @@ def main(args: Args):
         old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
         ref_logprobs = old_logprobs  # without a reference, every KL is 0
         if use_reference:
-            if reference is policy:
-                policy_model.disable_adapters()  # [4.11]
+            if reference is policy:  # [4.11] with LoRA
+                policy_model.disable_adapters()
             ref_logprobs = forward_all(reference, minibatches, tokens, mask)
             if reference is policy:
                 policy_model.enable_adapters()
@@ -316,14 +314,14 @@ def main(args: Args):
 
         lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
 
-        # 6. Actor update. new_logprobs and entropy record what each epoch computes, only for the log. While only the
-        # critic is trained no step computes anything, so the log shows an unchanged policy.
+        # 6. Actor update. new_logprobs and entropy record what each epoch computes, only for the log. During critic
+        # warm-up there are no actor steps, so the log shows an unchanged policy.
         new_logprobs = old_logprobs.repeat(args.ppo_epochs, 1, 1)  # (epochs,B,L)
         entropy = torch.zeros_like(new_logprobs)
         actor_loss = torch.zeros((), device=device)
         actor_norms = []
         actor_steps = steps if iteration > args.critic_warmup_iterations else []
-        for step, (epoch, k) in enumerate(actor_steps, 1):
+        for epoch, k in actor_steps:
             num_tokens, num_rows = counts[k]
             for mb in minibatches[k]:
                 mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
@@ -338,12 +336,12 @@ def main(args: Args):
                 actor_loss += loss.detach()
                 new_logprobs[epoch][mb] = mb_logprobs.detach()
                 entropy[epoch][mb] = mb_entropy.detach()
-            actor_norms.append(take_step("policy", args.lr * lr_factor, step))
+            actor_norms.append(take_step("policy", args.lr * lr_factor))
 
         # 7. Critic update.
         critic_loss = torch.zeros((), device=device)
         critic_norms = []
-        for step, (_, k) in enumerate(steps, 1):
+        for _, k in steps:
             num_tokens, num_rows = counts[k]
             for mb in minibatches[k]:
                 mb_values = critic(tokens[mb], mask[mb])  # (b,l)
@@ -351,16 +349,16 @@ def main(args: Args):
                 loss = aggregate(mb_losses, mask[mb], "token-mean", num_tokens, num_rows, args.max_response_length)
                 loss.backward()
                 critic_loss += loss.detach()
-            critic_norms.append(take_step("critic", args.critic_lr * lr_factor, step))
+            critic_norms.append(take_step("critic", args.critic_lr * lr_factor))
 
-        # Log. Except for memory and time, every number covers the actions or responses of all ranks, so all ranks must
-        # call `mean` and `std`.
+        # Log. Except for memory and time, all numbers are taken over the actions or responses of all ranks, so every
+        # rank must call `mean` and `std`.
         actions = mask.expand_as(new_logprobs)  # (epochs,B,L)
         ratio = torch.where(actions, (new_logprobs - old_logprobs).exp(), 0)
         _, clipped = policy_loss(new_logprobs, old_logprobs, advantages, args.clip_low, args.clip_high)
         # Compare the sampler's log-probs with the training pass, on the minibatch of the first step, before any weight
         # has changed. They differ if the mask is wrong, if only one of the two transforms the logits, or if the sampler
-        # has other weights. (old_logprobs would not do: one variant takes them from the sampler.)
+        # has other weights. (Not old_logprobs, which the variant bypass takes from the sampler.)
         _, first = steps[0]
         first_rows = minibatch_rows[first]
         logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
@@ -389,9 +387,10 @@ def main(args: Args):
             "critic/explained_variance": 1 - std(raw_advantages, mask) ** 2 / (std(returns, mask) ** 2 + 1e-5),
             "critic/grad_norm": sum(critic_norms) / len(steps),
         }
-        if not actor_steps:  # nothing computed it
-            del metrics["actor/entropy"]
-        limit = 0.1 if bf16 else 1e-2  # rounding gives 1e-3 in bfloat16, 1e-7 in float32; a wrong mask 1 and more
+        if not actor_steps:  # nothing computed these
+            for name in "loss", "entropy", "grad_norm":
+                del metrics[f"actor/{name}"]
+        limit = 0.1 if bf16 else 1e-2  # rounding gives 1e-3 in bfloat16, 1e-7 in float32; a wrong mask 1 or more
         if not logprob_diff <= limit:  # written this way so that NaN is refused as well
             reasons = "wrong mask, transformed logits, or a sampler with other weights"
             fail(f"iteration {iteration}: sampler and training pass differ by {logprob_diff:.2g}: {reasons}")
@@ -403,7 +402,7 @@ def main(args: Args):
         )
 
         # Evaluate, log, save, stop.
-        if LAUNCHED and os.getppid() != PARENT and not signals:  # Ctrl-C alone may end the launcher, too
+        if LAUNCHED and os.getppid() != PARENT and not signals:  # after Ctrl-C, it may have ended already
             fail("the launcher has died, so this process stops; continue with --run-name and --resume")
         if iteration == args.total_iterations or (args.eval_every and iteration % args.eval_every == 0):
             completions = {"response": texts, "score": scores.tolist()}
@@ -449,14 +448,14 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 def sum_gradients(parameters):  # [7.5]
     """Replaces each parameter's gradient by its sum over all ranks. All ranks must call it.
 
-    A missing gradient counts as zero, for example of an expert that no token of this rank chose. Gradients travel in
-    buckets, because many small exchanges would be slow. A bucket is full once it holds 8 MB.
+    A parameter without a gradient, such as an expert that no token of this rank chose, counts as zero. Gradients travel
+    in buckets, because many small exchanges would be slow. A bucket is full once it holds 8 MB.
     """
     buckets = [[]]
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if sum(map(torch.numel, buckets[-1])) >= 2**21:
+        if sum(map(torch.numel, buckets[-1])) >= 2**21:  # numbers in float32
             buckets.append([])
         buckets[-1].append(parameter.grad)
     if not dist.is_initialized():
@@ -518,7 +517,7 @@ def masked_whiten(x, mask):  # [2.7]
     """
     average, variance = global_moments(x, mask)
     whitened = (x - average) * torch.rsqrt(variance + 1e-8)
-    return torch.where(mask, whitened, 0).to(x.dtype)
+    return torch.where(mask, whitened, 0)
 
 
 def place_scores(scores, mask):  # [4.7]
@@ -530,26 +529,26 @@ def place_scores(scores, mask):  # [4.7]
 def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (1506.02438, eq. 16): (advantages, returns), (B,T), 0 outside the mask.
 
-    A_t = delta_t + gamma*lam*A_{t+1} with delta_t = r_t + gamma*V_{t+1} - V_t, without bootstrapping after the last
-    token. Positions outside the mask are skipped: the recursion carries V and A of the next action across them.
+    A_t = delta_t + gamma*lam*A_{t+1} with delta_t = r_t + gamma*V_{t+1} - V_t. Nothing follows the last token, even if
+    the response was cut off. Positions outside the mask are skipped: V and A of the next action are carried over them.
     """
     values = torch.where(mask, values, 0)
     advantages = torch.zeros_like(values)
     next_value = next_advantage = torch.zeros_like(values[:, 0])  # (B,)
     for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]  # [2.3]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]  # [2.3] the TD error
         advantage = delta + gamma * lam * next_advantage
         advantages[:, t] = torch.where(mask[:, t], advantage, 0)
-        next_value = torch.where(mask[:, t], values[:, t], next_value)  # [2.5]
+        next_value = torch.where(mask[:, t], values[:, t], next_value)  # [2.5] carried across other tokens
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)
-    return advantages, advantages + values  # [2.6]
+    return advantages, advantages + values  # [2.6] the returns
 
 
 def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     """Per-token estimate of KL(pi || pi_ref) from tokens sampled by pi (Schulman, "Approximating KL Divergence").
 
     With x = ref_logprobs - logprobs: k1 = -x, k2 = x^2/2, k3 = exp(x) - 1 - x. Above x = 5, k3 continues as its
-    tangent: finite, of the right sign and never flat. A clamp would remove the gradient where it is needed most.
+    tangent, so its gradient is finite, has the right sign and never vanishes, as it would if x were clamped.
     """
     x = ref_logprobs - logprobs
     if kind == "k1":
@@ -565,7 +564,7 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
     """Clipped surrogate (1707.06347, eq. 7), any shape: (losses to minimise, clipped).
 
     `clipped` is true where the clipped term is the larger one and the gradient therefore 0. The log-ratio is clamped to
-    +-20, so that exp stays finite.
+    +-20, so that exp stays finite; beyond that the gradient is 0, too.
     """
     ratio = (logprobs - old_logprobs).clamp(-20.0, 20.0).exp()  # [3.12]
     unclipped = -advantages * ratio
@@ -581,8 +580,8 @@ def value_loss(values, returns):  # [2.8]
 def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length):
     """Losses of the tokens (B,T) of a micro-batch -> its share of the optimizer step's loss, a scalar.
 
-    num_tokens and num_sequences (rows with at least one valid token) count the whole step, with all its micro-batches
-    and ranks. The shares therefore add up to the same loss, however the step is cut. A step without tokens gives 0.
+    num_tokens and num_sequences (rows with at least one action) count the whole step, with all its micro-batches and
+    ranks. The shares therefore add up to the same loss, however the step is cut. A step without tokens gives 0.
     """
     losses = torch.where(mask, losses, 0)
     if mode == "token-mean":  # [5.6]
@@ -592,6 +591,7 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
         sequence_losses = masked_mean(losses, mask, 1)
     if mode == "seq-mean-token-sum-norm":
         sequence_losses = sequence_losses / max_response_length
+    # seq-mean-token-sum leaves the sums as they are.
     return sequence_losses.sum() / max(num_sequences, 1)
 
 
@@ -614,7 +614,7 @@ def load_model(name, auto_class, new_head=(), **config_options):
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, config=config, **options)
     for key in sorted(info["missing_keys"]):
-        if not key.startswith(new_head):  # no key starts with ()
+        if not key.startswith(new_head):  # startswith(()) is false
             fail(f"{name} cannot be loaded as {auto_class.__name__}: it has no weights {key}")
         nn.init.zeros_(model.get_parameter(key))
     return model
@@ -640,7 +640,7 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask):
         """tokens, mask (B,L) -> logprobs, entropy (B,L) in fp32, 0 outside the mask."""
-        actions = mask.nonzero(as_tuple=True)  # (n,) twice; indexing by the mask would wait for the GPU every time
+        actions = mask.nonzero(as_tuple=True)  # (n,) twice; each indexing by the mask itself would wait for the GPU
         hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state[actions]  # (n,H) of the actions
         labels = tokens.roll(-1, 1)[actions]  # [1.11] the one shift: state i predicts token i+1
         # Logits exist for one chunk at a time. The backward pass computes them again.
@@ -692,8 +692,7 @@ def trained_parameters(model):
 
 
 def make_optimizer(model, weight_decay):
-    """AdamW over exactly the parameters of `model` that are trained, clipped and saved."""
-    # take_step sets the learning rate.
+    """AdamW over exactly the trained parameters of `model`. take_step sets the learning rate."""
     return torch.optim.AdamW(trained_parameters(model).values(), weight_decay=weight_decay, fused=True)
 
 
@@ -744,11 +743,11 @@ def sample_tokens(logits, uniforms, temperature):
 def generate(model, prompts, uniforms, eos_ids, temperature):
     """Samples a Response to each of the B prompts (lists of ids) with a KV cache.
 
-    uniforms (B,T) in [0,1), one per row and step: a response depends only on its own row of noise, not on the
-    process or batch that it is sampled in. The model's generation_config is ignored.
+    uniforms (B,T) in [0,1), one per row and token: up to rounding, a response depends only on its own row of noise,
+    not on the process or batch that it is sampled in. The model's generation_config is ignored.
     """
     prompts = [torch.tensor(ids, device=uniforms.device) for ids in prompts]
-    inputs = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # all rows end alike
+    inputs = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # all end in one column
     attention_mask = (inputs >= 0).long()  # (B,P)
     tokens = torch.zeros_like(uniforms, dtype=torch.long)  # (B,T)
     logprobs = torch.zeros_like(uniforms, dtype=torch.float32)  # (B,T)
@@ -769,8 +768,8 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
         num_alive = int(alive.sum())
         if num_alive == 0:
             break
-        # [6.11] Finished rows leave many at a time, because removing any copies the cache of the others. Until then,
-        # they keep sampling, and cut_responses removes the excess.
+        # [6.11] Finished rows leave when they are a tenth of the batch, because each removal copies the whole cache.
+        # Until then, they keep sampling, and cut_responses removes the excess.
         if num_alive <= 0.9 * len(slots):
             kept = alive.nonzero().squeeze(1)
             cache.batch_select_indices(kept)
@@ -858,7 +857,7 @@ def read_splits(source):
 
 
 def read_data(args):
-    """(training table, test table or None). Of --eval-dataset: `test`, else any other split, else `train`."""
+    """(training table, test table or None). From --eval-dataset: `test`, else any split but `train`, else `train`."""
     splits = read_splits(args.dataset)
     test_table = splits.get("test")
     if args.eval_dataset:
@@ -870,8 +869,8 @@ def read_data(args):
 def load_prompts(source, table, args, tokenizer):
     """A list of rows {prompt, input_ids, answer, columns}, and a sentence about them for the start-up block.
 
-    `columns` has all columns of the data and `messages`, the prompt as a chat. Prompts that are too long or have lost
-    their last message are left out.
+    `columns` has all columns of the data and `messages`, the prompt as a chat. Prompts that are too long, or whose last
+    message the template has dropped, are left out.
     """
     if table is None:
         return [], "no test data (--eval-dataset)"
@@ -894,18 +893,18 @@ def load_prompts(source, table, args, tokenizer):
             elif args.reward == "gsm8k" and "####" not in messages:
                 messages += GSM8K_REQUEST
             messages = [{"role": "user", "content": messages}]
-        if use_chat:  # the template adds the BOS token itself
+        if use_chat:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         else:
             text = "\n".join(message["content"] for message in messages)
-        ids = tokenizer(text, add_special_tokens=not use_chat)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=not use_chat)["input_ids"]  # a chat template adds the BOS token itself
         # The wrong template, or messages with other keys, can lose the text of a message.
         if 0 < len(ids) <= args.max_prompt_length and messages[-1]["content"].strip() in text:
             columns = record | {"messages": messages}
             rows.append({"prompt": text, "input_ids": ids, "answer": answer, "columns": columns})
     if not rows:
         limit = f"{args.max_prompt_length} tokens (--max-prompt-length)"
-        fail(f"{source}: no prompt is left. After tokenizer and chat template, none has its whole text in 1 to {limit}")
+        fail(f"{source}: every prompt is empty, has lost its last message, or is longer than {limit}")
     kind = "chat" if use_chat else "text"
     return rows, f"{source} ({kind}): {len(rows)} rows, {len(table) - len(rows)} left out"
 
@@ -926,7 +925,7 @@ def gsm8k_number(text, whole=False):
 
 
 def gsm8k(prompts, responses, answers):
-    """1 if the number after the last '####' is that of the answer, which is a solution with '####' or a bare number."""
+    """1 if the number after the response's last '####' is that of the answer (a number, or a solution with '####')."""
     numbers = [gsm8k_number(response) for response in responses]
     # The prefix lets a bare number be read. In a solution, its own last #### decides.
     golds = [gsm8k_number(f"####{answer}") for answer in answers]
@@ -943,7 +942,7 @@ def load_reward(spec):
         return gsm8k
     file, _, name = spec.rpartition(":")
     path = Path(file).resolve()
-    sys.path.insert(0, str(path.parent))  # an ordinary import, so that its neighbours and process pools work
+    sys.path.insert(0, str(path.parent))  # so that it can import its neighbours and start process pools
     found = importlib.util.find_spec(path.stem)
     if not path.is_file() or found.origin != str(path):
         fail(f"--reward {spec} is not gsm8k or path/to/file.py:function, or Python has another module {path.stem}")
@@ -958,7 +957,7 @@ def compute_scores(reward_function, tokenizer, rows, responses):
     prompts = [row["prompt"] for row in rows]
     answers = [row["answer"] for row in rows]
     columns = {}
-    for name in list(inspect.signature(reward_function).parameters)[3:]:  # [8.3] what else it asks for
+    for name in list(inspect.signature(reward_function).parameters)[3:]:  # [8.3] columns that it asks for
         if name in rows[0]["columns"]:
             columns[name] = [row["columns"][name] for row in rows]
     scores = [float(score) for score in reward_function(prompts, [*texts], answers, **columns)]
@@ -1002,7 +1001,7 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
 
 
 def log(iteration, metrics, run_dir, accelerator):
-    """Writes a line of metrics.jsonl and hands it to the tracker. Any rank may call it."""
+    """Writes a line of metrics.jsonl and hands it to the tracker. All ranks call it; rank 0 writes."""
     if accelerator.is_main_process:
         with open(run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"step": iteration} | metrics) + "\n")
@@ -1022,13 +1021,13 @@ def find_run(args):
 
 def open_run(run_dir, args, kept_lines, accelerator):
     """Creates the run folder, truncates metrics.jsonl to its first `kept_lines` lines, and starts the tracker."""
-    script = sys.argv[0]
-    settings = vars(args) | {"num_processes": accelerator.num_processes, "script": os.path.basename(script)}
+    script = Path(getattr(sys.modules["__main__"], "__file__", __file__))
+    settings = vars(args) | {"num_processes": accelerator.num_processes, "script": script.name}
     if accelerator.is_main_process:
         (run_dir / "completions").mkdir(parents=True, exist_ok=True)
         (run_dir / "args.json").write_text(json.dumps(settings, indent=1))
-        for file in {__file__, script}:  # they differ if another script imports this one and replaces a part of it
-            shutil.copy(file, run_dir)
+        for file in {Path(__file__), script}:  # two files if a script imports this one and replaces a part of it
+            (run_dir / file.name).write_text(file.read_text())
         with open(run_dir / "metrics.jsonl", "a+b") as file:
             file.seek(0)
             file.truncate(sum(map(len, file.readlines()[:kept_lines])))
@@ -1052,9 +1051,9 @@ def write_completions(path, rows, columns, accelerator):
 
 
 def save_models(path, trainees, tokenizer, accelerator):
-    """Saves plain transformers folders with the tokenizer: the policy in `path`, any other model in a subfolder.
+    """Saves transformers folders with the tokenizer: the policy (or its adapter) in `path`, other models in subfolders.
 
-    A folder gets its name last, so a model that has it is complete. All ranks must call it.
+    A folder gets its name last, so a model that has it is complete. All ranks call this; rank 0 writes.
     """
     unfinished = path.with_name("unfinished")
     for name, (model, _) in trainees.items():
@@ -1070,7 +1069,7 @@ def save_models(path, trainees, tokenizer, accelerator):
 def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
     """Saves the trained parameters, the states of their optimizers and `state`, and deletes all but the `keep` newest.
 
-    All ranks must call it.
+    All ranks call it; rank 0 writes.
     """
     saved = {"state": state}
     for name, (model, optimizer) in trainees.items():
@@ -1087,7 +1086,7 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
 def load_checkpoint(path, trainees):
     """Loads a checkpoint into models and optimizers and returns its `state`. Hyperparameters come from the flags."""
     saved = {}
-    if path.is_file():  # a folder comes from the sharded script or from version 0.3
+    if path.is_file():  # this script writes no folders
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if saved.keys() != {*trainees, "state"}:
         fail(f"{path} was written by another script or version, so this one cannot continue it")
@@ -1107,11 +1106,11 @@ def load_checkpoint(path, trainees):
 # `accelerate launch` and torchrun set one of these variables and are then the parent process.
 LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 PARENT = os.getppid()
-SIZES = "batch_size group_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
+SIZES = "batch_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
 
 
 def start_processes(args):
-    """Joins the launched processes and checks the flags, as far as that needs no model. Returns the Accelerator."""
+    """Joins the launched processes, checks the flags as far as possible without a model, returns the Accelerator."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -1124,7 +1123,7 @@ def start_processes(args):
     precision = "bf16" if bf16 else "no"
     tracker = None if args.track == "none" else args.track
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),  # without this, each of two CPU processes would think it is alone
+        cpu=not torch.cuda.is_available(),  # otherwise, two CPU processes would not form a group
         mixed_precision=precision,
         log_with=tracker,
         project_dir=args.output_dir,
@@ -1133,11 +1132,11 @@ def start_processes(args):
     )
     for name, value in vars(args).items():
         least = 1 if name in SIZES.split() else 0
-        if isinstance(value, int | float) and value < least and name != "entropy_coef":  # which may have either sign
+        if isinstance(value, int | float) and name != "entropy_coef" and not value >= least:  # refuses NaN, too
             fail(f"--{name} must be at least {least}, but is {value}")
     world_size = accelerator.num_processes
     if args.batch_size % args.minibatch_size or args.minibatch_size % world_size:
-        fail(f"--batch-size must be a multiple of --minibatch-size, and that a multiple of {world_size} processes")
+        fail(f"--batch-size must be a multiple of --minibatch-size, and that one of {world_size} processes")
     set_seed(args.seed)  # for LoRA's matrices; all other random numbers come from generators of their own
     return accelerator
 
