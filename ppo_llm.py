@@ -944,7 +944,7 @@ def load_reward(spec):
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))  # so that it can import its neighbours and start process pools
     found = importlib.util.find_spec(path.stem)
-    if not path.is_file() or found.origin != str(path):
+    if getattr(found, "origin", None) != str(path):
         fail(f"--reward {spec} is not gsm8k or path/to/file.py:function, or Python has another module {path.stem}")
     return getattr(importlib.import_module(path.stem), name)
 
@@ -1056,6 +1056,8 @@ def save_models(path, trainees, tokenizer, accelerator):
     A folder gets its name last, so a model that has it is complete. All ranks call this; rank 0 writes.
     """
     unfinished = path.with_name("unfinished")
+    if accelerator.is_main_process:
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed
     for name, (model, _) in trainees.items():
         target = unfinished if name == "policy" else unfinished / name
         if accelerator.is_main_process:
