@@ -22,11 +22,9 @@ import json
 import math
 import statistics
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-with suppress(ImportError):  # of matplotlib, without which two runs can still be compared
-    import plot
+import plot
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ASIDE = "time/", "memory/", "throughput/", "rollout/logprob_diff"

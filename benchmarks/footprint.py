@@ -160,12 +160,9 @@ def run_first(model, gsm8k):
             done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             assert done.returncode == 0, done.stdout[-3000:]
             found = json.loads(Path(folder, "0.json").read_text())
-            lines = [line for line in done.stdout.splitlines() if "it/s" not in line and "s/it" not in line]
-            console = (
-                "\n".join(lines).replace(folder, "FOLDER").replace(str(gsm8k), "gsm8k").replace(str(model), "MODEL")
-            )
+            console = done.stdout.replace(folder, "FOLDER").replace(str(gsm8k), "gsm8k").replace(str(model), "MODEL")
         text += f"`{script}.py {sizes}`: peak {found['peak'] / 2**30:.1f} GiB, {found['seconds']:.0f} s for the second "
-        text += f"iteration\n\n```\n{console}\n```\n\n"
+        text += f"iteration\n\n```\n{console}```\n\n"
         print(text, flush=True)
     return text
 

@@ -92,7 +92,7 @@ def main():
         run_dir = RUNS / f"{args.name.replace('/', '-')}-{version}-{seed}"
         command = [str(accelerate), "launch", *shlex.split(f"{parallel} {LAUNCH}"), "--main_process_port", "0"]
         command += [str(ROOT / args.script), "--seed", str(seed), "--output-dir", str(RUNS), "--run-name", run_dir.name]
-        command += ["--resume", "auto", "--save-every", "5"]
+        command += ["--resume", "--save-every", "5"]
         start = time.time()
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run([*command, *shlex.split(args.flags)], check=True, env=env, stdout=subprocess.DEVNULL)

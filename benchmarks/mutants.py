@@ -15,6 +15,7 @@ A mutant with which they do not come to an end is killed, too.
 import argparse
 import ast
 import csv
+import importlib.util
 import os
 import random
 import re
@@ -309,6 +310,8 @@ def main():
     parser.add_argument("--jobs", type=int, default=2, help="so many mutants at a time")
     parser.add_argument("--limit", type=int, default=1200, help="seconds for a mutant")
     args = parser.parse_args()
+    if args.what == "run" and importlib.util.find_spec("pytest") is None:  # every mutant would seem to be killed
+        sys.exit("mutants.py run needs pytest: pip install -e '.[test]'")
     mutants = all_mutants()
     chosen = [x for x in mutants if x.id == args.only] if args.only else sample(mutants, args.count, args.seed)
     path = RESULTS / f"seed_{args.seed}.csv"

@@ -12,12 +12,8 @@ there is one row of panels for each metric, and one column for each --x: iterati
 import argparse
 import csv
 import json
+import sys
 from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 PANELS = [  # title, metrics drawn in it (the second dashed)
     ("eval score (dashed: sampled)", ["eval/score", "eval/score_sampled"]),
@@ -110,6 +106,11 @@ def main():
     labels = args.labels or [Path(run).resolve().name for run in args.runs]
     if len(labels) != len(args.runs):
         parser.error(f"{len(labels)} labels for {len(args.runs)} arguments")
+    try:  # here, so that tools which only read runs need no matplotlib
+        import matplotlib.pyplot as plt
+    except ImportError:
+        sys.exit("plot.py needs matplotlib: pip install -e '.[plots]'")
+    plt.switch_backend("Agg")
     groups = [(label, read_runs(run)) for label, run in zip(labels, args.runs)]
 
     if args.metrics:

@@ -4,9 +4,9 @@
 
 Memory: a model of 50 million random weights on 2 and 4 processes; all tensors that a process holds right after an
 optimizer step (parameters, gradients, optimizer state of all models), and the largest size the process ever had.
-Time: the embedded task and that model on 2 processes; seconds per phase (phases.py), and the seconds that a process of
-ppo_llm_fsdp.py spends inside collectives (transfers and waiting for the others; DDP's overlap with its backward pass
-and are not counted, but with --time-ddp, where each is waited for). Medians over iterations and repetitions.
+Time: the embedded task and that model on 2 processes; seconds per phase (phases.py), and the share of them that a
+process spends in collectives: transfers, waiting for the others and, in ppo_llm.py's `sum_gradients`, copying. Medians
+over iterations and repetitions.
 """
 
 import argparse
@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +54,7 @@ def worker(script, output, flags):
     spec = importlib.util.spec_from_file_location(script, ROOT / f"{script}.py")
     algo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(algo)
-    spent, seconds, sizes, log, prepare_model = [0.0], [], [], Accelerator.log, Accelerator.prepare_model
+    spent, seconds, sizes, log = [0.0], [], [], Accelerator.log
 
     def timed(function):
         def call(*args, **kwargs):
@@ -71,27 +70,14 @@ def worker(script, output, flags):
         spent[0] = 0.0
         return log(*args, **kwargs)
 
-    def exchange(_, bucket):  # of DDP's gradients
-        gradients = bucket.buffer() / dist.get_world_size()
-        dist.all_reduce(gradients)
-        done = torch.futures.Future()
-        done.set_result(gradients)
-        return done
-
-    def prepare(*args, **kwargs):
-        model = prepare_model(*args, **kwargs)
-        if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(None, exchange)
-        return model
-
     for name in (name for name in COLLECTIVES if hasattr(dist, name)):  # their names depend on torch's version
         setattr(dist, name, timed(getattr(dist, name)))
+    if hasattr(algo, "sum_gradients"):  # which does not wait inside the collective
+        algo.sum_gradients = timed(algo.sum_gradients)
     Accelerator.log = log_and_note
     phases.Clock(algo)
-    if "--time-ddp" in flags:
-        Accelerator.prepare_model = prepare
     measure = "--memory" in flags
-    flags = [flag for flag in flags if flag not in ("--memory", "--time-ddp")]
+    flags = [flag for flag in flags if flag != "--memory"]
     if measure:
         register_optimizer_step_post_hook(lambda *_: sizes.append(live_bytes()))
     sys.argv[1:] = flags
@@ -161,8 +147,7 @@ def compare_times(folder, flags, repetitions):
             seconds = median(runs[way], phase)
             ratio = "" if way == "replicated" else f" ({seconds / median(runs['replicated'], phase):.2f}x)"
             cells.append(f"{seconds:.2f} s{ratio}")
-        share = "" if way == "replicated" else f"{communication(runs[way]):.0%}"
-        lines.append(f"| {way} | {' | '.join(cells)} | {share} |")
+        lines.append(f"| {way} | {' | '.join(cells)} | {communication(runs[way]):.0%} |")
     return "\n".join(lines)
 
 

@@ -83,8 +83,7 @@ UNDONE = {
     "logits of all positions": {
         ".last_hidden_state[actions]": ".last_hidden_state.flatten(0, 1)",
         "tokens.roll(-1, 1)[actions]": "tokens.roll(-1, 1).flatten()",
-        "for chunk_logprobs, _ in results])": "for chunk_logprobs, _ in results])[mask.flatten()]",
-        "for _, chunk_entropy in results])": "for _, chunk_entropy in results])[mask.flatten()]",
+        "torch.cat(results).unbind(1)": "torch.cat(results)[mask.flatten()].unbind(1)",
     },
     "AdamW not fused": {", fused=True)": ")"},
 }
@@ -445,7 +444,7 @@ def scaling(args):
                 for processes in (1, 2):
                     record("processes", **take(script, flags, base | work | {"processes": processes}))
                 output, shares = f"{folder}/shares-{script}-{number}", []
-                worker = [ROOT / "benchmarks" / "sharding.py", "--worker", script, output, "--", "--time-ddp"]
+                worker = [ROOT / "benchmarks" / "sharding.py", "--worker", script, output, "--"]
                 words = our_flags(script, flags, base | work, folder, f"{script}-communication-{number}")
                 launch(sys.executable, 2, *worker, *words)
                 for rank in range(2):
@@ -616,11 +615,11 @@ def markdown(head, lines):
 
 def bars(path, title, lines):
     """Horizontal stacked bars: lines of (name, {part: seconds})."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        sys.exit("speed.py table needs matplotlib: pip install -e '.[plots]'")
+    plt.switch_backend("Agg")
     figure, axes = plt.subplots(figsize=(8, 0.45 * len(lines) + 1.4))
     left = dict.fromkeys([name for name, _ in lines], 0.0)
     for part in dict.fromkeys(part for _, parts in lines for part in parts):

@@ -203,7 +203,8 @@ def table(args):
         if len(paths) > 1:
             output = args.results / f"{figure}.png"
             words = ["--metrics", "eval/score_sampled", "reward/mean", "--output", str(output)]
-            subprocess.run([sys.executable, ROOT / "benchmarks" / "plot.py", *paths, *words], check=True)
+            sys.argv = ["plot.py", *paths, *words]
+            plot.main()
 
 
 def main():

@@ -14,6 +14,7 @@ import json
 import logging
 import re
 import shutil
+import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
@@ -21,14 +22,18 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 import variants
-from latex2mathml.converter import convert
-from mkdocs.commands.build import build
-from mkdocs.config import load_config
-from mkdocs.structure.toc import AnchorLink
-from pygments import highlight
-from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer
-from refresh import DIFFS, NOTES, ROOT, TAG, anchor, titles
+from refresh import DIFFS, LOOP, NOTES, ROOT, TAG, anchor, titles
+
+try:
+    from latex2mathml.converter import convert
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+    from mkdocs.structure.toc import AnchorLink
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+except ImportError:
+    sys.exit("notes/build.py needs mkdocs, pygments and latex2mathml: pip install -e '.[notes]'")
 
 SCRIPTS = {"ppo_llm": "PPO", "grpo_llm": "GRPO and its family", "ppo_llm_fsdp": "PPO, sharded"}
 TINY = NOTES / "tiny_ppo.py"  # has a page like a script's, beside chapter 1
@@ -232,7 +237,7 @@ def pane_parts(name, walk, notes):
         parts[line] = [title, text]
     base = (ROOT / "ppo_llm.py").read_text().splitlines()
     changes = SequenceMatcher(None, base, source.splitlines(), autojunk=False).get_opcodes()
-    at = base.index("    for iteration in progress:")
+    at = base.index(LOOP)
     of = '<p class="places">Of <a href="ppo_llm.html">ppo_llm.py</a>:</p>' * (name != "ppo_llm")
     for start, title, text in excerpts:
         at = next(i for i in range(at, len(base)) if base[i].strip().startswith(start))

@@ -92,11 +92,6 @@ def adam(shape, lora_rank=0, critic=True):
     return 8 * sum(count_trained(shape, lora_rank, c) for c in models)
 
 
-def ddp_buckets(shape, lora_rank=0, critic=True):
-    """DDP's flat buckets, through which gradients are exchanged and which it keeps: with two processes and more."""
-    return adam(shape, lora_rank, critic) // 2
-
-
 # What comes and goes
 
 
@@ -104,6 +99,11 @@ def gradients(shape, lora_rank=0, critic=True):
     """Float32; those of one model at a time, because zero_grad frees the actor's before the critic makes its own."""
     models = (False, True) if critic else (False,)
     return 4 * max(count_trained(shape, lora_rank, c) for c in models)
+
+
+def exchange(shape, lora_rank=0):
+    """`sum_gradients` copies a bucket of gradients at a time: 8 MB, or the largest gradient, the embedding's."""
+    return 2**23 if lora_rank else max(2**23, 4 * shape.vocab * shape.hidden)
 
 
 def autocast_copies(shape, lora_rank=0, checkpointing=False):
@@ -240,11 +240,8 @@ def budget(
         "weights": weights(shape, lora_rank, critic) // shards,
         "reference": reference(shape, lora_rank) // shards if use_reference else 0,
         "adam": adam(shape, lora_rank, critic) // shards,
-        "ddp buckets": ddp_buckets(shape, lora_rank, critic) if processes > 1 and not sharded else 0,
     }
     grads = gradients(shape, lora_rank, critic) // shards
-    if keep["ddp buckets"] and microbatches == 1:  # they lie in the buckets: only sums over micro-batches do not
-        grads = 0
     autocast = bf16 and not sharded
     copies = autocast_copies(shape, lora_rank, checkpointing) if autocast else 0
     copies_sampling = autocast_copies(shape) if autocast and not lora_rank else 0
@@ -260,6 +257,7 @@ def budget(
         "activations": saved,
         "logits": head,
         "embedding gradient": extra,
+        "exchange": exchange(shape, lora_rank) if processes > 1 and not sharded else 0,
         "policy": whole if sharded else 0,
         "kv cache": kv_cache(shape, rows, length, **kind),
         "prefill": prefill(shape, rows, prompt, lora_rank=lora_rank, **kind),
@@ -270,16 +268,15 @@ def budget(
     last = terms["kv cache"] + terms["decoding"]
     terms["rollout"] = state + copies_sampling + terms["policy"] + max(first, last)
     backward = max(copies + running + saved + max(head, 3 * head // 4 + extra), ending, extra)
-    terms["update"] = state + (0 if offload else grads) + backward
+    terms["update"] = state + (0 if offload else grads) + max(backward, terms["exchange"])
     terms["peak"] = max(terms["rollout"], terms["update"])
     terms["host"] = (sum(keep.values()) + grads) * shards if offload else 0
     return terms
 
 
 WAYS = {  # rows: a process's share of an evaluation of 512 rows, in which it samples more than of a batch of 256
-    "one process": {},
-    "one process, LoRA 16": {"lora_rank": 16},
-    "2 processes": {"processes": 2},
+    "replicated": {},
+    "replicated, LoRA 16": {"lora_rank": 16},
     "2 sharded": {"processes": 2, "sharded": True},
     "2 sharded, LoRA 16": {"processes": 2, "sharded": True, "lora_rank": 16},
     "2 sharded, offload": {"processes": 2, "sharded": True, "offload": True},
@@ -301,7 +298,7 @@ def table(shapes=SHAPES, ways=WAYS):
     for model, shape in shapes.items():
         for way, options in ways.items():
             less, more = (budget(shape, checkpointing=checkpointing, **options) for checkpointing in (True, False))
-            state = sum(less[name] for name in ("weights", "reference", "adam", "ddp buckets", "gradients"))
+            state = sum(less[name] for name in ("weights", "reference", "adam", "gradients"))
             sizes = 0 if options.get("offload") else state, less["rollout"], less["update"], more["update"]
             cells = [model, way, *(f"{size / GIB:.1f}" for size in sizes), card(less["peak"]), card(more["peak"])]
             lines.append(f"| {' | '.join(cells)} | {less['host'] / GIB:.0f} |".replace(" 0 |", " |"))

@@ -19,6 +19,7 @@ SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 DIFFS = {"ppo_to_grpo": ("ppo_llm", "grpo_llm"), "ppo_to_ppo_fsdp": ("ppo_llm", "ppo_llm_fsdp")}
 TAG = re.compile(r"# \[(\d+\.\d+)\]")
 SECTION = re.compile(r"(?m)^## (\d+\.\d+) (.*)$")
+LOOP = "    for iteration in range(first_iteration, args.total_iterations + 1):"  # the loop's first line
 
 
 def places(script):
@@ -66,7 +67,7 @@ def diff(old, new):
 def loop_lines():
     """The loop of ppo_llm.py's `main`, without its indentation."""
     lines = (ROOT / "ppo_llm.py").read_text().splitlines()
-    first = lines.index("    for iteration in progress:")
+    first = lines.index(LOOP)
     last = next(i for i in range(first + 1, len(lines)) if re.match(r" {0,4}\S", lines[i]))
     return [line[4:] for line in lines[first:last]]
 

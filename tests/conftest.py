@@ -23,6 +23,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import variants
 from accelerate.state import AcceleratorState
 from datasets import Dataset, DatasetDict
@@ -134,12 +135,15 @@ def algo(script):
 
 @pytest.fixture(autouse=True)
 def as_it_was():
-    """`main` may run many times in one process, with other precisions; it leaves its signal handlers behind."""
+    """`main` may run many times in one process, with other precisions; it leaves its signal handlers behind, and if it
+    is refused its group of processes, too."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
     AcceleratorState._reset_state(True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
@@ -247,6 +251,14 @@ def toy_run(algo, toy_flags, tmp_path):
         return run_dir, read_metrics(run_dir)
 
     return run
+
+
+def refusal(run):
+    """The sentence with which `run` is refused: the script's `fail` leaves it as the exit code, which Python prints."""
+    with pytest.raises(SystemExit) as stop:
+        run()
+    assert str(stop.value.code).startswith("error: "), stop.value.code
+    return stop.value.code
 
 
 def untimed(metrics):

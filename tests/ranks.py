@@ -119,6 +119,7 @@ def be_program(script, words, folder):
     os.chdir(folder)
     sys.argv = [script, *words]
     sys.path.insert(0, os.path.dirname(script))
+    sys.stdout = os.fdopen(os.dup(1), "w")  # buffered as that of any program whose output goes to a file
     runpy.run_path(script, run_name="__main__")
 
 
@@ -134,11 +135,6 @@ def run_script(script, words, processes=2, folder=".", **options):
 def whole(tensor):
     """The tensor of which every rank has a shard."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def bare(name):
-    """The name without what DDP puts before it."""
-    return name.removeprefix("module.")
 
 
 class SGD(torch.optim.SGD):

@@ -33,7 +33,7 @@ def test_a_rank_killed_at_any_moment(script, toy_flags, tmp_path):
 
     code, console = forked(script, flags | {"run_name": "killed"}, meanwhile=kill)
     assert code != 0, console
-    code, console = forked(script, flags | {"run_name": "killed", "resume": "auto"})
+    code, console = forked(script, flags | {"run_name": "killed", "resume": True})
     assert code == 0 and faults.outcome(run_dir) == faults.outcome(tmp_path / "whole"), console
 
 

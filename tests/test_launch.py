@@ -2,10 +2,19 @@
 
 import json
 import math
+import os
+import pty
 import re
+import shlex
+import subprocess
+import sys
+import termios
+import threading
+from pathlib import Path
 
 import pytest
-from conftest import TINY, each_script, forked, launch, read_metrics, read_rows
+from conftest import TINY, as_flags, each_script, forked, launch, read_metrics, read_rows
+from ranks import be_program, run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
@@ -27,22 +36,40 @@ def launched(script, tmp_path_factory):
     return out / "run", console
 
 
+PROGRESS = r"reward -?\d+\.\d{3}, KL -?\d+\.\d{4}, length \d+\.\d, logprob_diff \d\.\de-\d\d, \d+\.\d s"
+EVALUATED = r"eval -?\d+\.\d{3} greedy, -?\d+\.\d{3} sampled, length \d+\.\d"
+
+
+def said(console, run_dir, total, evaluated):
+    """Lines after the start-up block that should not be there, or are not as they should be.
+
+    One an iteration and one an evaluation, and where things are.
+    """
+    expected = []
+    for iteration in range(total + 1):
+        expected += [rf"iteration {iteration}/{total}: {PROGRESS}"] if iteration > 0 else []
+        expected += [rf"iteration {iteration}: {EVALUATED}"] if iteration in evaluated else []
+    expected += [re.escape(f"the trained model is in {run_dir}/final")]
+    expected += [re.escape(f"curves: tensorboard --logdir {run_dir.parent}")]
+    lines = console.partition(", from iteration 1\n")[2].splitlines()
+    wrong = [line for line, pattern in zip(lines, expected) if not re.fullmatch(pattern, line)]
+    return wrong + lines[len(expected) :] + expected[len(lines) :]
+
+
 def test_the_console_says_what_runs(script, launched):
     run_dir, console = launched
     assert json.loads((run_dir / "args.json").read_text())["num_processes"] == 2
     start = console[console.index(f"{script.name}: 2 process(es) on cpu, float32") :]
     assert len(start[: start.index("run folder")].splitlines()) <= 10
     assert "EOS ids [1]" in start and "4000 rows, 0 left out; the first ends in '" in start
-    assert "batch      64 responses, minibatches of 32, 1 epoch(s)\n" in start
+    batch = "8 x 8 responses in minibatches of 32" if script.stem == "grpo_llm" else "64 responses, minibatches of 32"
+    assert f"batch      {batch}, 1 epoch(s)\n" in start
     coefficients = "0.0 in the reward, 0.001" if script.stem == "grpo_llm" else "0.001 in the reward, 0.0"
-    assert f"KL         to the start: {coefficients} in the loss\n" in start
+    assert f"KL         to the reference: {coefficients} in the loss\n" in start
     assert f"run folder {run_dir}, from iteration 1\n" in start
     assert ("sharding   over 2 of 2 process(es), gathered" in start) == (script.stem == "ppo_llm_fsdp")
     assert console.count(f"{script.name}: ") == 1  # one process speaks
-    assert len(re.findall(r"iteration [01]: eval 0\.\d+ greedy, 0\.\d+ sampled, length", console)) == 2
-    for shown in ("reward/mean=", "kl/mean=", "response/length_mean=", "rollout/logprob_diff=", "time/iteration="):
-        assert shown in console
-    assert f"plot  python benchmarks/plot.py {run_dir}" in console
+    assert said(start, run_dir, total=1, evaluated=[0, 1]) == []
     lines = [line for line in console.splitlines() if "TypedStorage is deprecated" not in line]  # torch 2.9, of itself
     for noise in ("Warning", "WARNING", "Traceback", "deprecated", "were not used", "newly initialized"):
         assert not any(noise in line for line in lines), console
@@ -51,7 +78,7 @@ def test_the_console_says_what_runs(script, launched):
 def test_the_run_folder_is_complete(script, launched):
     run_dir, _ = launched
     before, after = (m["eval/score"] for m in read_metrics(run_dir))
-    best = ["best_000001"] if after > before else []  # nothing is kept that is no better than before training
+    best = ["best"] if after > before else []  # nothing is kept that is no better than before training
     files = "args.json", script.name, "metrics.jsonl", "completions", "checkpoints", "final", script.stem
     assert {path.name for path in run_dir.iterdir()} == {*files, *best}
     assert (run_dir / script.name).read_text() == script.read_text()
@@ -62,6 +89,17 @@ def test_the_run_folder_is_complete(script, launched):
             assert critic.config.num_labels == 1
     completions = {path.stem: len(read_rows(path)) for path in (run_dir / "completions").iterdir()}
     assert completions == {"eval_000000": 60, "eval_000001": 60, "step_000001": 64}
+
+
+@pytest.mark.once
+def test_what_the_console_names_is_there(script, launched):
+    run_dir, console = launched
+    (model,) = re.findall(r"(?m)^the trained model is in (\S+)$", console)
+    AutoModelForCausalLM.from_pretrained(model)
+    (command,) = re.findall(r"(?m)^curves: (tensorboard .*)$", console)
+    command = [str(Path(sys.executable).with_name("tensorboard")), *shlex.split(command)[1:], "--inspect"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and f"Event statistics for {run_dir}/{script.stem}:\naudio -" in done.stdout, done
 
 
 METRICS = "reward/mean reward/std reward/total_mean eval/score eval/score_sampled eval/length_mean advantage/mean "
@@ -133,9 +171,10 @@ def test_a_callers_file_by_two_processes_is_that_by_one_and_is_kept(script, toy_
 
 
 @pytest.mark.once
-def test_what_every_rank_finds_is_printed_once(script, toy_flags, tmp_path):
+def test_what_every_rank_finds_is_one_sentence(script, toy_flags, tmp_path):
     code, console = forked(script, toy_flags | {"output_dir": tmp_path, "minibatch_size": 1}, timeout=200)
-    assert code != 0 and console.count("error: ") == 1 and "2 processes" in console, console
+    sentences = [line for line in console.splitlines() if line.startswith("error: ")]
+    assert code != 0 and len(sentences) in (1, 2) and len({*sentences}) == 1 and "2 processes" in sentences[0], console
     assert "Traceback" not in console[: console.index("error: ")] and not list(tmp_path.iterdir())
 
 
@@ -145,7 +184,51 @@ def test_what_one_rank_finds_that_rank_prints(script, toy_flags, tmp_path):
     (tmp_path / "one_reward.py").write_text(reward)
     flags = toy_flags | {"reward": f"{tmp_path}/one_reward.py:f", "output_dir": tmp_path}
     code, console = forked(script, flags, timeout=200)
-    assert code != 0 and len(re.findall("(?m)^error: the reward should give 4 finite numbers", console)) == 1, console
+    assert code != 0 and len(re.findall("(?m)^error: the reward must return 4 finite numbers", console)) == 1, console
+
+
+def on_a_terminal(script, words, folder):
+    """What the script writes to its stderr, a terminal."""
+    terminal, other_end = pty.openpty()
+    termios.tcsetwinsize(other_end, (24, 80))
+    os.dup2(other_end, 2)
+    written = []
+
+    def read():
+        while True:
+            written.append(os.read(terminal, 4096))
+
+    threading.Thread(target=read, daemon=True).start()
+    be_program(script, words, folder)
+    sys.stderr.flush()
+    return b"".join(written).decode()
+
+
+# A reward that copies what has arrived on stdout, a file here, when it is called.
+READS_STDOUT = """
+from pathlib import Path
+
+
+def early(prompts, responses, answers):
+    Path({seen!r}).write_text(Path("/proc/self/fd/1").read_text())
+    return [float(len(r)) for r in responses]
+"""
+
+
+@pytest.mark.once
+def test_a_line_an_iteration_and_a_bar_on_a_terminal_alone(script, toy_flags, tmp_path):
+    """Lines arrive at once. The last reward is that of the last evaluation."""
+    (tmp_path / "reading_reward.py").write_text(READS_STDOUT.format(seen=str(tmp_path / "seen")))
+    flags = toy_flags | {"track": "tensorboard", "eval_rows": 3, "eval_every": 1, "output_dir": tmp_path}
+    flags |= {"reward": f"{tmp_path}/reading_reward.py:early"}
+    code, console = forked(script, flags | {"run_name": "piped"}, 1)
+    assert code == 0 and console.startswith(f"{script.name}: 1 process(es) on cpu"), console
+    assert said(console, tmp_path / "piped", total=2, evaluated=[0, 1, 2]) == []
+    assert re.search(r"\niteration 2/2: .*\n$", (tmp_path / "seen").read_text())
+    assert "\r" not in console and "%" not in console and "sampling" not in console
+    words = as_flags(flags | {"run_name": "shown", "rollout_batch_size": 2})
+    (shown,) = run_ranks(1, on_a_terminal, str(script), words, str(tmp_path))
+    assert "\rsampling:" in shown and "0/4" in shown and "iteration" not in shown
 
 
 def test_bfloat16_learns_too_and_a_rank_may_have_no_row_to_evaluate(script, toy_flags, tmp_path):

@@ -23,7 +23,12 @@ from test_project import CEILINGS, check_flags, load_benchmark, load_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 NOTES = sorted((ROOT / "notes").glob("[0-9]*.md"))
-PAGES = [*sorted((ROOT / "notes").glob("*.md")), ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
+PAGES = [
+    *sorted((ROOT / "notes").glob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "benchmarks" / "README.md",
+]
 GUIDE = ROOT / "notes" / "guide.md"
 FIGURES = sorted((ROOT / "notes" / "figures").glob("*.py"))
 each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -107,7 +112,7 @@ def known():
     flags = [field.name for script in CEILINGS for field in fields(load_script(script).Args)]
     flags += re.findall(r"(?m)^\+    (\w+): ", text)  # of variants
     flags = [f"--{prefix}{name.replace('_', '-')}" for name in flags for prefix in ("", "no-")]
-    rows = re.findall(r"(?m)^\| (.*?) \|", GUIDE.read_text().partition("## Since 0.2")[2])
+    rows = re.findall(r"(?m)^\| (.*?) \|", (ROOT / "CHANGELOG.md").read_text())
     gone = [span for row in rows for span in re.findall(r"`([^`]+)`", row)]
     return text, set(re.findall(r"\w+", text)), {*flags, *re.findall(r'"(--[\w-]+)"', text), *gone} | OTHERS
 

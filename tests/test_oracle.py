@@ -18,7 +18,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from conftest import path_of, read_metrics
-from ranks import bare, fixed_responses, load_script, run_ranks, whole
+from ranks import fixed_responses, load_script, run_ranks, whole
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -41,7 +41,7 @@ def record(script, flags):
         network = "critic" if any("score." in name for name, _ in module.named_parameters()) else "actor"
         for name, p in module.named_parameters():
             if p.requires_grad and p not in names:
-                names[p] = network, bare(name).removeprefix("model.")
+                names[p] = network, name.removeprefix("model.")
                 found["start"][names[p]] = whole(p)
         return real(module, *args)
 

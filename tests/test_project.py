@@ -23,25 +23,27 @@ from transformers import AutoModelForCausalLM
 
 # One sitting. A ceiling is never raised to let a feature in.
 CEILINGS = {
-    "ppo_llm": {"tokens": 8300, "code lines": 800, "lines": 1200, "main": 270, "flags": 51, "before loop": 2000},
-    "grpo_llm": {"tokens": 8000, "code lines": 780, "lines": 1170, "main": 260, "flags": 48, "before loop": 2000},
-    "ppo_llm_fsdp": {"tokens": 9350, "code lines": 905, "lines": 1350, "main": 285, "flags": 54, "before loop": 2250},
+    "ppo_llm": {"tokens": 8050, "code lines": 795, "lines": 1190, "main": 225, "flags": 50, "before loop": 1400},
+    "grpo_llm": {"tokens": 7750, "code lines": 775, "lines": 1160, "main": 210, "flags": 47, "before loop": 1350},
+    "ppo_llm_fsdp": {"tokens": 9200, "code lines": 910, "lines": 1350, "main": 245, "flags": 53, "before loop": 1650},
 }
 LONG = 20  # tokens in a line that has to be read twice
 for ceilings in CEILINGS.values():
-    ceilings |= {"longest other": 40, "refusals": 22, "tags": 38}
+    ceilings |= {"longest other": 40, "refusals": 21, "tags": 38}
     # One statement does one thing.
     ceilings |= {"tokens per line": 10.8, "long lines %": 13.0, "tuple assignments": 6, "conditionals in calls": 2}
     ceilings |= {"nested comprehensions": 1, "walruses": 0}
 FORBIDDEN = {"threading", "socket", "select", "mmap", "fcntl", "resource", "ctypes", "multiprocessing"}
 # Code lines that one has and the other has not.
-DIFF_CEILINGS = {("ppo_llm", "grpo_llm"): 170, ("ppo_llm", "ppo_llm_fsdp"): 170}
+DIFF_CEILINGS = {("ppo_llm", "grpo_llm"): 160, ("ppo_llm", "ppo_llm_fsdp"): 185}
 # What may differ between scripts under one name, and why. Everything else is one text.
 ALGORITHM = {
     "Args": "each algorithm has flags of its own",
     "EMBEDDED": "and settings of them",
     "main": "it is the algorithm",
     "generate": "one prefill for a group",
+    "SIZES": "that of a group is one",
+    "start_processes": "and must divide that of a minibatch",
 }
 SHARDING = {
     "Args": "flags",
@@ -51,6 +53,7 @@ SHARDING = {
     "save_models": "shards are gathered first",
     "save_checkpoint": "every rank writes its shards",
     "load_checkpoint": "and reads those it has now",
+    "start_processes": "FSDP needs a process group before the accelerator, also of one process",
 }
 MAY_DIFFER = {
     ("ppo_llm", "grpo_llm"): ALGORITHM,
@@ -189,10 +192,11 @@ def test_scripts_import_no_local_module_and_do_without_threads_and_sockets(scrip
 def test_what_scripts_share_by_name_is_one_text(pair):
     one, other = (definitions(read_script(script)) for script in pair)
     allowed = MAY_DIFFER[pair]
-    assert len(allowed.keys() - {"EMBEDDED"}) <= 8  # settings of flags, which differed before, in lines not seen here
+    assert len(allowed.keys() - {"EMBEDDED", "SIZES"}) <= 9  # these two are about flags
     shared = [name for name in one if name in other]
     assert {name for name in shared if one[name] != other[name]} == allowed.keys()  # none more, and none needlessly
     assert len(shared) >= 50 and shared == [name for name in other if name in one]  # in one order, too
+    assert ("sum_gradients" in shared) == ("ppo_llm_fsdp" not in pair)  # there FSDP adds up the gradients
 
 
 @pytest.mark.parametrize("pair", DIFF_CEILINGS, ids=" to ".join)

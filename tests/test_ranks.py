@@ -2,8 +2,11 @@
 
 import pytest
 import torch
-from conftest import compose, copies, make_model, path_of, toy_rows, untimed, write_rows
-from ranks import bare, run_ranks, train
+import torch.distributed as dist
+from conftest import compose, copies, each_script, make_model, path_of, toy_rows, untimed, write_rows
+from ranks import load_script, run_ranks, train
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
 
 # Every term of both losses, several steps. With plain SGD: AdamW turns rounding into steps.
@@ -80,10 +83,10 @@ def compare(found, expected, tolerance, weights=None):
             assert a[name] == pytest.approx(b[name], rel=tolerance, abs=tolerance), (a["step"], name)
     for rank in found:
         for model, parameters in expected["weights"].items():
-            names = {bare(name): x for name, x in rank["weights"][model].items()}
-            assert names.keys() == parameters.keys()
+            ours = rank["weights"][model]
+            assert ours.keys() == parameters.keys()
             for name, x in parameters.items():
-                assert (names[name] - x).abs().max() <= (weights or tolerance), (model, name)
+                assert (ours[name] - x).abs().max() <= (weights or tolerance), (model, name)
 
 
 def compare_gradients(found, expected, tolerance):
@@ -121,6 +124,80 @@ def test_grpo_by_two(grpo, runs):
     alike(found["sgd"])
 
 
+# ------------------------------------------------------------------------------------------------- sums of gradients
+
+BUCKET = 2**21  # elements, 8 MB, at which the next bucket begins
+SHAPES = [(3,), (2, BUCKET // 2 + 3), *[(BUCKET // 4 + 1,)] * 9, (), (7, 1)]
+ALL_RANKS_LACK, RANK_1_LACKS = 4, 6
+
+
+def gradients_of(rank):
+    """Whole numbers, which add up without rounding."""
+    stream = torch.Generator().manual_seed(rank)
+    found = [torch.randint(-99, 99, shape, generator=stream).float() for shape in SHAPES]
+    found[ALL_RANKS_LACK] = None
+    if rank == 1:
+        found[RANK_1_LACKS] = None
+    return found
+
+
+def parameters_with(gradients):
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    for parameter, gradient in zip(parameters, gradients):
+        parameter.grad = gradient
+    return parameters
+
+
+def add_up(script):
+    """What a rank has after the call and after a step, and how the call went about it."""
+    dist.init_process_group("gloo")
+    parameters, sizes, real = parameters_with(gradients_of(dist.get_rank())), [], dist.all_reduce
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    former = [StorageWeakRef(p.grad.untyped_storage()) for p in parameters if p.grad is not None]
+
+    def all_reduce(tensor, async_op):
+        assert async_op
+        sizes.append(tensor.numel())
+        return real(tensor, async_op=True)
+
+    dist.all_reduce = all_reduce
+    load_script(script).sum_gradients(iter(parameters))
+    storages = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in parameters}
+    found = {"sums": [p.grad.clone() for p in parameters], "sizes": sizes, "storages": sorted(storages.values())}
+    found["freed"] = all(storage.expired() for storage in former)
+    optimizer.step()
+    dist.barrier()
+    return found | {"parameters": [p.detach() for p in parameters]}
+
+
+@pytest.mark.once
+@each_script("ppo_llm", "grpo_llm")
+def test_gradients_add_up_in_buckets(script):
+    """A missing one counts as zero, on one rank or on all. There is no second copy of any."""
+    one, two = run_ranks(2, add_up, str(script))
+    expected = [torch.zeros(shape) for shape in SHAPES]
+    for rank in range(2):
+        for total, gradient in zip(expected, gradients_of(rank)):
+            total += 0 if gradient is None else gradient
+    for found in one, two:
+        assert all(map(torch.equal, found["sums"], expected))
+        assert found["sizes"] == [3 + BUCKET + 6, BUCKET + 4, BUCKET + 4, BUCKET // 4 + 1 + 1 + 7]
+        assert found["storages"] == sorted(4 * size for size in found["sizes"]) and found["freed"]
+    assert all(map(torch.equal, one["parameters"], two["parameters"])) and (one["parameters"][1] != 1).any()
+
+
+@pytest.mark.once
+@each_script("ppo_llm", "grpo_llm")
+def test_alone_a_missing_gradient_is_zero_and_the_others_stay(algo):
+    parameters = parameters_with(gradients_of(0))
+    algo.sum_gradients(parameters)
+    missing = parameters.pop(ALL_RANKS_LACK)
+    assert missing.grad.shape == missing.shape and not missing.grad.any()
+    gradients = [gradient for gradient in gradients_of(0) if gradient is not None]
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(parameters, gradients, strict=True))
+    assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) == len(parameters)  # nothing was moved
+
+
 # ---------------------------------------------------------------------------------------------------------- sharded
 
 ALL = {"offload": True, "gradient_checkpointing": True}
@@ -146,8 +223,9 @@ def sharded_by_two(runs):
 def check_sharded(name, found, ppo):
     if name in ("sampled", "sharded rollout"):
         return compare(found, ppo["sampled"], 1e-4, 1e-3)
-    compare(found, ppo["lora" if name == "lora" else "sgd"], 1e-5)
-    compare_gradients(found, ppo["lora" if name == "lora" else "sgd"], 1e-5)
+    expected = ppo["lora" if name == "lora" else "sgd"]
+    compare(found, expected, 1e-5, 1e-6)
+    compare_gradients(found, expected, 1e-6 if name in ("copies", "pairs") else 1e-5)
 
 
 @pytest.mark.parametrize("name", SHARDED)

@@ -1,7 +1,10 @@
 """What was interrupted goes on as if it had not been: to the bit, on two processes."""
 
+import dataclasses
 import os
 import pickle
+import re
+import shlex
 import shutil
 import signal
 import time
@@ -9,9 +12,11 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import SCRIPTS, compose, each_script, forked, launch, read_metrics, start, untimed
-from ranks import free_port, load_script, run_ranks, train
+from accelerate.state import AcceleratorState
+from conftest import SCRIPTS, as_flags, compose, each_script, forked, launch, read_metrics, refusal, start, untimed
+from ranks import free_port, load_script, run_ranks, run_script, train
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import PreTrainedTokenizerBase
 
 # ----------------------------------------------------------------------------------------- ranks without a launcher
 
@@ -34,11 +39,21 @@ def assert_same(run_dir, other):
     """Metrics and weights, to the bit."""
     assert untimed(read_metrics(run_dir)) == untimed(read_metrics(other)) and len(read_metrics(other)) == 7
     assert weights_in(run_dir, "final") == weights_in(other, "final") != {}
-    assert weights_in(run_dir, "best*") == weights_in(other, "best*") and sorted(run_dir.glob(".*")) == []
+    assert weights_in(run_dir, "best") == weights_in(other, "best") and not list(run_dir.rglob("unfinished"))
 
 
 def checkpoints_of(run_dir):
     return sorted(path.name for path in run_dir.glob("checkpoints/*"))
+
+
+def checkpoint(script, iteration):
+    """The name of a checkpoint of a script (its path, or the module): a file, or a folder of shards."""
+    name = getattr(script, "__name__", None) or script.stem
+    return f"step_{iteration:06d}" + ("" if "fsdp" in name else ".pt")
+
+
+def remove(path):
+    path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
 @pytest.mark.parametrize("script, own, composed", CASES, indirect=["script"], scope="module")
@@ -49,12 +64,12 @@ def test_six_iterations_are_four_and_the_rest(script, tiny_model, toy_data, toy_
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     runs = [(flags | {"run_name": unbroken.name, "save_every": 0}, {})]  # saving changes nothing
     runs += [(flags | {"run_name": broken.name, "save_every": 3}, {"dies": 5})]
-    runs += [(flags | {"run_name": broken.name, "save_every": 3, "resume": "auto"}, {})]
+    runs += [(flags | {"run_name": broken.name, "save_every": 3, "resume": True}, {})]
     results = run_ranks(2, train, str(script), runs)
     assert all(len(died["metrics"]) == 5 and not died["weights"] for _, died, _ in results)  # it did end there
-    assert checkpoints_of(broken) == ["step_000003", "step_000006"]
+    assert checkpoints_of(broken) == [checkpoint(script, 3), checkpoint(script, 6)]
     assert_same(broken, unbroken)
-    assert read_metrics(broken)[-1]["kl/mean"] != 0 and weights_in(broken, "best*")  # the policy has moved
+    assert read_metrics(broken)[-1]["kl/mean"] != 0 and weights_in(broken, "best")  # the policy has moved
 
 
 def listing(folder):
@@ -62,42 +77,97 @@ def listing(folder):
     return {path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
-def assert_refused(toy_run, folder, capsys, **flags):
-    """In one sentence, before anything is touched."""
-    before = listing(folder)
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        toy_run(**flags)
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 1 and line.startswith("error: --resume takes the newest checkpoint of a run")
-    assert line.endswith("and no other --run-name") and listing(folder) == before
-
-
-def test_a_named_checkpoint_and_a_finished_run(toy_run, tmp_path, capsys):
-    """By its path, with the name of its run or none; a finished run stays as it is."""
-    run_dir, before = toy_run(total_iterations=4, save_every=2, run_name="named")
-    older, newest = run_dir / "checkpoints" / "step_000002", run_dir / "checkpoints" / "step_000004"
+@each_script()
+def test_a_finished_run_stays_as_it_is_and_an_older_checkpoint_leads_there_too(algo, toy_run):
+    flags = {"total_iterations": 4, "save_every": 2, "run_name": "run"}
+    run_dir, before = toy_run(**flags)
     weights = weights_in(run_dir, "final")
-    assert_refused(toy_run, tmp_path, capsys, total_iterations=6, resume=str(newest), run_name="another")
-    assert untimed(toy_run(total_iterations=4, resume=str(newest), run_name="named")[1]) == untimed(before)
-    newest.rename(tmp_path / "elsewhere")
-    flags = {"total_iterations": 4, "save_every": 2, "run_name": None}
-    assert untimed(toy_run(resume=f"{os.path.relpath(older)}/", **flags)[1]) == untimed(before)
-    assert weights_in(run_dir, "final") == weights
+    for name in None, checkpoint(algo, 4):
+        if name:
+            remove(run_dir / "checkpoints" / name)
+        assert untimed(toy_run(resume=True, **flags)[1]) == untimed(before) and weights_in(run_dir, "final") == weights
 
 
-NO_CHECKPOINTS = "runs/A", "runs/A/checkpoints/step_000011", "runs/A/checkpoints/step_000005"
-NO_CHECKPOINTS += "theirs/checkpoints/step_000005", "runs/A/best_000010", ""
+def test_to_resume_a_run_needs_its_name(toy_run, tmp_path):
+    sentence = refusal(lambda: toy_run(resume=True, run_name=None))
+    assert sentence == "error: --resume needs --run-name, the name of the run to continue"
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("path", NO_CHECKPOINTS)
-def test_a_path_that_is_no_checkpoint(toy_run, tmp_path, monkeypatch, capsys, path):
-    folders = "runs/A/checkpoints/step_000005", "runs/A/checkpoints/step_000010", "theirs/checkpoints/step_000005"
-    for folder in (*folders, "runs/A/best_000010", "runs/A/.best_000005.old"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "runs" / "A" / "args.json").write_text("mine")
-    monkeypatch.chdir(tmp_path)
-    assert_refused(toy_run, tmp_path, capsys, resume=path, run_name=None)
+# (script, who has written what it is to go on from)
+WRITERS = [(name, "version 0.3") for name in SCRIPTS]
+WRITERS += [("ppo_llm", "grpo_llm"), ("grpo_llm", "ppo_llm"), ("ppo_llm", "ppo_llm_fsdp")]
+WRITERS += [("grpo_llm", "ppo_llm_fsdp"), ("ppo_llm_fsdp", "ppo_llm")]
+
+
+@pytest.mark.parametrize("script, writer", WRITERS, indirect=["script"], scope="module")
+def test_what_another_script_or_version_wrote_is_refused_and_left_alone(script, toy_run, toy_flags, tmp_path, writer):
+    """In one sentence, to the byte."""
+    other = load_script(script if writer == "version 0.3" else script.with_name(f"{writer}.py"))
+    known = {field.name for field in dataclasses.fields(other.Args)}
+    flags = {name: value for name, value in (toy_flags | {"group_size": 2}).items() if name in known}
+    flags |= {"total_iterations": 1, "save_every": 1, "output_dir": str(tmp_path / "runs"), "run_name": "run"}
+    run_dir = other.main(other.Args(**flags))
+    AcceleratorState._reset_state(True)
+    (path,) = run_dir.glob("checkpoints/*")
+    if writer == "version 0.3":  # a folder with one file, also of the iteration before a newer one
+        remove(path)
+        path = path.with_name("step_000001")
+        path.mkdir()
+        torch.save({"state": {}, "policy": ({}, {})}, path / "checkpoint.pt")
+    before = listing(tmp_path)
+    sentence = refusal(lambda: toy_run(run_name="run", resume=True))
+    assert sentence.startswith(f"error: {path} ") and "written by another script or " in sentence
+    assert listing(tmp_path) == before
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_after(real):
+    def save(*args, **kwargs):
+        real(*args, **kwargs)
+        raise Killed
+
+    return save
+
+
+@pytest.mark.once
+@each_script()
+def test_what_has_a_name_is_complete_and_what_has_none_does_not_disturb(algo, toy_run, monkeypatch):
+    """A run is killed while it writes a checkpoint, then again while it writes a model."""
+    unbroken, expected = toy_run(total_iterations=2, run_name="unbroken", save_every=1)
+    flags = {"run_name": "run", "save_every": 1, "resume": True}
+    run_dir, _ = toy_run(total_iterations=1, **flags)
+    final = listing(run_dir / "final")
+    for owner, name in (torch, "save"), (PreTrainedTokenizerBase, "save_pretrained"):
+        with pytest.raises(Killed), monkeypatch.context() as patch:
+            patch.setattr(owner, name, killed_after(getattr(owner, name)))
+            toy_run(total_iterations=2, **flags)
+        left = run_dir / ("checkpoints" if owner is torch else "") / "unfinished"
+        assert left.exists() and listing(run_dir / "final") == final
+        assert (checkpoint(algo, 2) in checkpoints_of(run_dir)) == (owner is not torch)
+    remove(run_dir / "checkpoints" / checkpoint(algo, 2))  # the iteration is computed once more
+    assert untimed(toy_run(total_iterations=2, **flags)[1]) == untimed(expected)
+    assert weights_in(run_dir, "final") == weights_in(unbroken, "final") and listing(run_dir / "final") != final
+    assert checkpoints_of(run_dir) == checkpoints_of(unbroken) == [checkpoint(algo, 1), checkpoint(algo, 2)]
+    assert {path.name for path in run_dir.iterdir()} == {path.name for path in unbroken.iterdir()}
+
+
+TORN = {"whole": [0, 1, 2, 3, 4], "torn": [0, 1, 2, 3, 4], "ends earlier": [0, 1, 3, 4], "empty": [3, 4]}
+
+
+@pytest.mark.parametrize("what", TORN)
+def test_lines_after_the_checkpoint_go_and_lines_that_are_missing_stay_missing(toy_run, what):
+    """The checkpoint is that of iteration 2, and iteration 3 was logged, wholly or in part."""
+    run_dir, _ = toy_run(total_iterations=3, save_every=2, run_name="run")
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    texts = {"whole": lines, "torn": [*lines[:3], lines[3][:20]], "ends earlier": lines[:2], "empty": []}
+    file.write_text("".join(texts[what]))
+    _, metrics = toy_run(total_iterations=4, run_name="run", resume=True)
+    assert [m["step"] for m in metrics] == TORN[what]
 
 
 class Code:
@@ -110,39 +180,30 @@ class Code:
 @each_script()
 def test_code_in_a_checkpoint_is_not_run(toy_run, capsys):
     run_dir, _ = toy_run(total_iterations=1, save_every=1, run_name="run")
-    (file,) = run_dir.glob("checkpoints/step_000001/*.pt")
+    (file,) = run_dir.glob("checkpoints/**/*.pt")
     torch.save(torch.load(file, weights_only=True) | {"more": Code()}, file)
     with pytest.raises(pickle.UnpicklingError):
-        toy_run(total_iterations=2, run_name="run", resume="auto")
+        toy_run(total_iterations=2, run_name="run", resume=True)
     assert "code of a checkpoint ran" not in capsys.readouterr().out
 
 
 def test_without_a_name_a_run_has_that_of_the_script(algo, tmp_path):
-    args, name = algo.Args(model="any", output_dir=str(tmp_path)), f"{algo.__name__}-1"
-    assert algo.find_run(args)[0].name.startswith(f"{name}-20")  # and the time
-    args.resume = "auto"
-    assert algo.find_run(args) == (tmp_path / name, None)
+    run_dir, newest = algo.find_run(algo.Args(model="any", output_dir=str(tmp_path)))
+    assert run_dir.parent == tmp_path and run_dir.name.startswith(f"{algo.__name__}-1-20")  # and the time
+    assert newest is None and not run_dir.exists()
 
 
 @each_script()
-def test_another_batch_size_goes_on_where_the_data_stood(algo, toy_run, tmp_path, monkeypatch):
-    """A checkpoint of version 0.2, which did not count prompts, is taken to have had the batch size of now."""
+def test_another_batch_size_goes_on_where_the_data_stood(algo, toy_run, monkeypatch):
     starts, real = [], algo.draw_prompts
     monkeypatch.setattr(algo, "draw_prompts", lambda *args: starts.append(args[1:3]) or real(*args))
     small = 2 if "grpo" in algo.__name__ else 4
     smaller = {"batch_size": small, "minibatch_size": 4}
-    flags = {"save_every": 1, "resume": "auto"}
-    run_dir, _ = toy_run(total_iterations=1, run_name="run", **flags)  # there is no checkpoint yet: it begins
-    uncounted = shutil.copytree(run_dir, run_dir.with_name("uncounted")) / "checkpoints" / "step_000001"
-    file = next(path for path in (uncounted / "state.pt", uncounted / "checkpoint.pt") if path.exists())
-    saved = torch.load(file, weights_only=True)
-    assert saved.get("state", saved).pop("prompts") == 2 * small
-    torch.save(saved, file)
-    toy_run(total_iterations=2, run_name="run", **flags | smaller)
-    toy_run(total_iterations=3, run_name="run", **flags)
+    flags = {"save_every": 1, "resume": True, "run_name": "run"}
+    toy_run(total_iterations=1, **flags)  # there is no run yet: it begins
+    toy_run(total_iterations=2, **flags | smaller)
+    toy_run(total_iterations=3, **flags)
     assert starts == [(0, 2 * small), (2 * small, small), (3 * small, 2 * small)]
-    toy_run(total_iterations=2, run_name="uncounted", **flags | smaller)
-    assert starts[3:] == [(small, small)]
 
 
 @each_script()
@@ -152,7 +213,7 @@ def test_hyperparameters_are_those_of_the_flags_of_now(toy_run):
     toy_run(total_iterations=1, save_every=1, run_name="run", weight_decay=0.1)
     decays = {group["weight_decay"] for group in found}
     found.clear()
-    toy_run(total_iterations=2, run_name="run", resume="auto", weight_decay=0.5)
+    toy_run(total_iterations=2, run_name="run", resume=True, weight_decay=0.5)
     hook.remove()
     assert decays == {0.1} and {group["weight_decay"] for group in found} == {0.5}
 
@@ -177,6 +238,7 @@ def early(prompts, responses, answers):
         time.sleep(0.05)
     return [sum(c < "m" for c in r) / max(1, len(r)) + 0.01 * len(r) for r in responses]
 """
+STOPPED = "stopped early: the same command with --run-name {} --resume continues"
 THREE = {"total_iterations": 3, "save_every": 1, "run_name": "run"}
 
 
@@ -189,10 +251,11 @@ def interrupted(folder, signals=(), call=2):
 
 @each_script()
 @pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
-def test_one_signal_finishes_the_iteration_and_saves(toy_run, tmp_path, capsys, first):
+def test_one_signal_finishes_the_iteration_and_saves(algo, toy_run, tmp_path, capsys, first):
     run_dir, metrics = toy_run(reward=interrupted(tmp_path, [first]), **THREE)
-    assert [m["step"] for m in metrics] == [0, 1, 2] and checkpoints_of(run_dir) == ["step_000001", "step_000002"]
-    assert "stopped after iteration 2; --resume auto --run-name run goes on" in capsys.readouterr().out
+    assert [m["step"] for m in metrics] == [0, 1, 2]
+    assert checkpoints_of(run_dir) == [checkpoint(algo, 1), checkpoint(algo, 2)]
+    assert f"\n{STOPPED.format('run')}\n" in capsys.readouterr().out
     assert not (run_dir / "final").exists()
 
 
@@ -200,14 +263,14 @@ def test_one_signal_finishes_the_iteration_and_saves(toy_run, tmp_path, capsys, 
 @pytest.mark.parametrize(
     "signals, call, steps", [(["SIGINT"], 1, []), (["SIGINT"] * 2, 4, [0, 1]), (["SIGINT", "SIGTERM"], 4, [0, 1])]
 )
-def test_ctrl_c_before_the_loop_and_a_second_one_get_through(toy_run, tmp_path, signals, call, steps):
+def test_ctrl_c_before_the_loop_and_a_second_one_get_through(algo, toy_run, tmp_path, signals, call, steps):
     """At once, with what was complete before, and nothing else. A launcher passes it on as SIGTERM."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell tests are deaf to it
     with pytest.raises(KeyboardInterrupt):
         toy_run(reward=interrupted(tmp_path, signals, call), eval_rows=2, **THREE)  # evaluates at calls 1 and 2
     run_dir = tmp_path / "runs" / "run"
     assert [m["step"] for m in read_metrics(run_dir)] == steps
-    assert checkpoints_of(run_dir) == [f"step_{step:06d}" for step in steps[1:]]
+    assert checkpoints_of(run_dir) == [checkpoint(algo, step) for step in steps[1:]]
 
 
 @pytest.mark.once
@@ -215,8 +278,73 @@ def test_ctrl_c_before_the_loop_and_a_second_one_get_through(toy_run, tmp_path, 
 def test_a_signal_that_one_rank_gets_stops_all(script, toy_flags, tmp_path):
     flags = {"reward": interrupted(tmp_path, ["SIGTERM"]), "output_dir": tmp_path}
     code, console = forked(script, toy_flags | THREE | flags)
-    assert code == 0 and console.count("stopped after iteration 2") == 1, console
-    assert checkpoints_of(tmp_path / "run") == ["step_000001", "step_000002"]
+    assert code == 0 and console.count(STOPPED.format("run")) == 1, console
+    assert checkpoints_of(tmp_path / "run") == [checkpoint(script, 1), checkpoint(script, 2)]
+
+
+@pytest.mark.once
+@each_script()
+def test_what_an_early_end_tells_one_to_type_goes_on(script, toy_flags, tmp_path):
+    """The run had no name of its own."""
+    flags = toy_flags | {"total_iterations": 3, "output_dir": tmp_path / "out"}
+    flags |= {"reward": interrupted(tmp_path, ["SIGTERM"])}
+    code, console = forked(script, flags, 1)
+    (hint,) = re.findall(r"(?m)^stopped early: the same command with (.*) continues$", console)
+    code, console = run_script(script, [*as_flags(flags), *shlex.split(hint)], 1)
+    (run_dir,) = (tmp_path / "out").iterdir()
+    assert code == 0 and f"run folder {run_dir}, from iteration 3\n" in console, console
+    assert [m["step"] for m in read_metrics(run_dir)] == [0, 1, 2, 3] and (run_dir / "final").exists()
+
+
+@pytest.mark.once
+@each_script()
+def test_the_copy_in_the_run_folder_goes_on(script, toy_flags, tmp_path):
+    flags = toy_flags | {"total_iterations": 1, "save_every": 1, "output_dir": tmp_path, "run_name": "run"}
+    run_dir = tmp_path / "run"
+    for path, more in (script, {}), (run_dir / script.name, {"total_iterations": 2, "resume": True}):
+        code, console = forked(path, flags | more, 1)
+        assert code == 0, console
+    assert [m["step"] for m in read_metrics(run_dir)] == [0, 1, 2]
+    assert (run_dir / script.name).read_text() == script.read_text()
+
+
+# A reward that takes its time in the second iteration, until the signal has come.
+SLOW_REWARD = """
+import os
+import time
+from pathlib import Path
+
+calls = []
+
+
+def early(prompts, responses, answers):
+    calls.append(prompts)
+    if len(calls) == 2:
+        Path({folder!r}, "waits-" + os.environ.get("RANK", "0")).touch()
+        while not Path({folder!r}, "sent").exists():
+            time.sleep(0.05)
+        time.sleep(0.3)
+    return [float(len(r)) for r in responses]
+"""
+
+
+@pytest.mark.once
+@each_script()
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_while_the_reward_takes_its_time(script, toy_flags, tmp_path, processes):
+    """The iteration is finished and saved. All ranks get the signal, as from a launcher."""
+    (tmp_path / "slow_reward.py").write_text(SLOW_REWARD.format(folder=str(tmp_path)))
+
+    def send(ranks):
+        if not (tmp_path / "sent").exists() and len(list(tmp_path.glob("waits-*"))) == processes:
+            for rank in ranks:
+                os.kill(rank.pid, signal.SIGTERM)
+            (tmp_path / "sent").touch()
+
+    flags = toy_flags | THREE | {"save_every": 0, "reward": f"{tmp_path}/slow_reward.py:early", "output_dir": tmp_path}
+    code, console = forked(script, flags, processes, meanwhile=send)
+    assert code == 0 and console.count(STOPPED.format("run")) == 1, console
+    assert checkpoints_of(tmp_path / "run") == [checkpoint(script, 2)] and len(read_metrics(tmp_path / "run")) == 3
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"])
@@ -228,11 +356,11 @@ def test_without_its_launcher_a_rank_ends_before_it_writes(algo, toy_run, tmp_pa
     monkeypatch.setattr(algo, "LAUNCHED", True)
     assert len(toy_run(total_iterations=1)[1]) == 2
     monkeypatch.setattr(algo, "PARENT", 0)
-    with pytest.raises(SystemExit, match="the launcher has gone"):
+    with pytest.raises(SystemExit, match="error: the launcher has died"):
         toy_run(total_iterations=1, run_name="lost")
     assert len(read_metrics(tmp_path / "runs" / "lost")) == 1
     run_dir, _ = toy_run(reward=interrupted(tmp_path, ["SIGINT"], 1), **THREE)
-    assert checkpoints_of(run_dir) == ["step_000001"]
+    assert checkpoints_of(run_dir) == [checkpoint(algo, 1)]
 
 
 # ----------------------------------------------------------------------------------------------- under the launcher
@@ -283,7 +411,7 @@ VICTIMS += [("ppo_llm", "machine"), ("ppo_llm_fsdp", "machine")]
 def test_a_killed_run_goes_on_to_the_bit(script, run, unbroken, victim):
     flags, gate, run_dir = run
     launchers = begin(script, flags, victim)
-    wait_for(lambda: (run_dir / "checkpoints" / "step_000003").exists())
+    wait_for(lambda: (run_dir / "checkpoints" / checkpoint(script, 3)).exists())
     gate.touch()  # the ranks wait here, in iteration 4 or later
     children = [child for process in launchers for child in psutil.Process(process.pid).children(recursive=True)]
     ranks = [child for child in children if "--run-name" in child.cmdline()]
@@ -294,7 +422,7 @@ def test_a_killed_run_goes_on_to_the_bit(script, run, unbroken, victim):
     psutil.wait_procs(ranks, timeout=200)
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks)
     assert len(read_metrics(run_dir)) < 7 and not (run_dir / "final").exists()
-    for process in begin(script, flags | {"resume": "auto"}, victim):
+    for process in begin(script, flags | {"resume": True}, victim):
         console, _ = process.communicate(timeout=400)
         # Six are three and three. Each machine shows its own.
         assert "2 process(es) on cpu" in console and f"run folder {run_dir}, from iteration 4\n" in console, console
@@ -317,5 +445,5 @@ def test_what_the_launcher_makes_of_a_signal_leaves_a_checkpoint(script, run, pr
     gate.unlink()
     console, _ = process.communicate(timeout=200)  # which ends when the script does
     (saved,) = (run_dir / "checkpoints").iterdir()
-    assert f"stopped after iteration {int(saved.name[5:])}; --resume auto" in console, console
-    assert len(read_metrics(run_dir)) == int(saved.name[5:]) + 1 < 7
+    assert STOPPED.format(run_dir.name) in console, console
+    assert len(read_metrics(run_dir)) == int(saved.stem[5:]) + 1 < 7

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, each_script, forked, make_tokenizer, read_metrics
+from conftest import ROOT, each_script, forked, make_tokenizer, read_metrics, refusal
 
 
 @pytest.fixture
@@ -106,6 +106,26 @@ def test_what_a_reward_forks_dies_of_sigterm(script, toy_flags, tmp_path):
     assert code == 0 and read_metrics(tmp_path / "run")[1]["reward/mean"] == 1, console
 
 
+POOL_IN_EACH_CALL = """
+import multiprocessing
+
+
+def f(prompts, responses, answers):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return [float(length) for length in pool.map(len, responses)]
+"""
+
+
+@pytest.mark.once
+@each_script()
+def test_a_pool_that_a_reward_forks_in_each_call_ends(script, toy_flags, tmp_path):
+    """By SIGTERM, which `main` catches in its own process."""
+    (tmp_path / "reward_by_a_pool.py").write_text(POOL_IN_EACH_CALL)
+    flags = toy_flags | {"reward": f"{tmp_path}/reward_by_a_pool.py:f", "output_dir": tmp_path, "run_name": "run"}
+    code, console = forked(script, flags | {"total_iterations": 6}, 1, timeout=100)
+    assert code == 0 and "stopped early" not in console and len(read_metrics(tmp_path / "run")) == 7, console
+
+
 def test_a_path_may_be_relative_or_linked(algo, tmp_path, monkeypatch):
     """And is found before another file of this name."""
     (tmp_path / "there").mkdir()
@@ -167,31 +187,30 @@ def test_scores_may_be_anything_that_is_a_number(algo):
 
 
 @pytest.mark.parametrize("scores", [[1.0, float("nan"), 0.0], [1.0, 0.0, float("-inf")], [0.123456789] * 1000, []])
-def test_scores_that_are_refused_by_the_rank_that_got_them(algo, capsys, monkeypatch, scores):
+def test_scores_that_are_refused(algo, scores):
     """Shown shortened."""
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit) as end:
-        score(algo, lambda *args: scores, ["a", "b", "c"])
-    expected = f"error: the reward should give 3 finite numbers, got {len(scores)}: {str(scores)[:300]}"
-    assert end.value.code == 1 and capsys.readouterr().err.strip() == expected.strip()
+    sentence = f"error: the reward must return 3 finite numbers, not these {len(scores)}: {str(scores)[:300]}"
+    assert refusal(lambda: score(algo, lambda *args: scores, ["a", "b", "c"])) == sentence
 
 
 @pytest.mark.parametrize("stem", ["math", "torch"])
-def test_a_reward_file_named_like_a_module(load, capsys, stem):
+def test_a_reward_file_named_like_a_module(load, stem):
     """Python would import that one: a library's function of this name might even be there."""
     known = sys.modules[stem]
-    with pytest.raises(SystemExit) as end:
-        load(stem, "def f(prompts, responses, answers): return [1.0] * len(prompts)\n")
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert end.value.code == 1 and line.startswith("error: --reward ") and line.endswith("rename the file")
-    assert f"Python has another module {stem}, " in line and sys.modules[stem] is known
+    sentence = refusal(lambda: load(stem, "def f(prompts, responses, answers): return [1.0] * len(prompts)\n"))
+    assert sentence.startswith("error: --reward ") and sentence.endswith(f"or Python has another module {stem}")
+    assert sys.modules[stem] is known
 
 
-def test_a_table_whose_columns_differ_in_length_is_not_written(algo, tmp_path):
-    """Cut to the shortest, one row's text would stand in another's. Nor does any rank write but the main one."""
-    with pytest.raises(ValueError, match="shorter"):
-        algo.write_rows(tmp_path / "rows.jsonl", {"prompt": ["a", "b"], "score": [1.0]}, None)
-    algo.write_rows(tmp_path / "rows.jsonl", {"prompt": ["é"]}, SimpleNamespace(is_main_process=False))
-    assert not (tmp_path / "rows.jsonl").exists()
-    algo.write_rows(tmp_path / "rows.jsonl", {"prompt": ["é"]}, SimpleNamespace(is_main_process=True))
-    assert (tmp_path / "rows.jsonl").read_text() == '{"prompt": "é"}'
+# --- what is kept of it ----------------------------------------------------------------------------------------------
+
+
+def test_completions_are_sorted_and_written_by_the_main_process_alone(algo, tmp_path):
+    rows, path = [{"prompt": "é", "answer": None}, {"prompt": "a", "answer": "1"}], tmp_path / "rows.jsonl"
+    columns = {"response": ["x", "y"], "score": [0.0, 1.0]}
+    algo.write_completions(path, rows, columns, SimpleNamespace(is_main_process=False))
+    assert not path.exists()
+    algo.write_completions(path, rows, columns, SimpleNamespace(is_main_process=True))
+    lines = '{"prompt": "a", "answer": "1", "response": "y", "score": 1.0}'
+    lines += '\n{"prompt": "é", "answer": null, "response": "x", "score": 0.0}'
+    assert path.read_text() == lines

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import refresh
 import torch
 from conftest import ROOT, SCRIPTS
 from test_project import load_script
@@ -123,7 +124,7 @@ def test_a_click_on_a_tag_opens_its_note(browser, name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_pane_follows_the_loop_and_every_phase_has_its_text(browser, name):
     page, lines = browser(f"{name}.html"), (ROOT / f"{name}.py").read_text().splitlines()
-    loop = lines.index("    for iteration in progress:") + 1
+    loop = lines.index(refresh.LOOP) + 1
     assert 48 < page.locator(f"#L{loop}").bounding_box()["y"] < 0.3 * WIDE["height"]  # where the page opens
     for number, line in enumerate(lines, 1):
         if phase := re.match(r" {8}# (\d\.) \w+", line):

@@ -47,7 +47,7 @@ def runs(tmp_path_factory):
         ("two", "vllm", 2, {}),
         ("sharded", "sharded", 2, {}),
         ("resumed", "vllm", 1, {"total_iterations": 2}),
-        ("resumed", "vllm", 1, {"resume": "auto"}),
+        ("resumed", "vllm", 1, {"resume": True}),
         ("half", "vllm", 1, {"dtype": "bfloat16", "is_cap": 1.0, "total_iterations": 2}),
     ):
         fields = FLAGS | {"output_dir": folder, "run_name": name, "reward": f"{folder}/reward.py:digits"} | flags

@@ -9,11 +9,13 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import matplotlib
 import torch
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("notes/figures/01.py needs matplotlib: pip install -e '.[plots]'")
+plt.switch_backend("Agg")
 
 FIGURES = Path(__file__).resolve().parent
 ROOT = FIGURES.parents[1]

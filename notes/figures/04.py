@@ -5,11 +5,13 @@ import math
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
+
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("notes/figures/04.py needs matplotlib: pip install -e '.[plots]'")
+plt.switch_backend("Agg")
 
 FIGURES = Path(__file__).resolve().parent
 ROOT = FIGURES.parents[1]

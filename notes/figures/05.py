@@ -4,11 +4,13 @@ import sys
 from math import comb
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
+
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("notes/figures/05.py needs matplotlib: pip install -e '.[plots]'")
+plt.switch_backend("Agg")
 
 FIGURES = Path(__file__).resolve().parent
 ROOT = FIGURES.parents[1]

@@ -2,14 +2,17 @@
 
 import csv
 import math
+import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
+
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("notes/figures/06.py needs matplotlib: pip install -e '.[plots]'")
+plt.switch_backend("Agg")
 
 FIGURES = Path(__file__).resolve().parent
 

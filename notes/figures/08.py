@@ -1,12 +1,14 @@
 """Figure of note 8: python notes/figures/08.py, from the repository root."""
 
 import csv
+import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("notes/figures/08.py needs matplotlib: pip install -e '.[plots]'")
+plt.switch_backend("Agg")
 
 FIGURES = Path(__file__).resolve().parent
 ROOT = FIGURES.parents[1]

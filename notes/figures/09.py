@@ -4,12 +4,14 @@ Drawn from benchmarks/results/symptoms (benchmarks/symptoms.py) and from seed 1 
 """
 
 import csv
+import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("notes/figures/09.py needs matplotlib: pip install -e '.[plots]'")
+plt.switch_backend("Agg")
 
 FIGURES = Path(__file__).resolve().parent
 ROOT = FIGURES.parents[1]

@@ -5,11 +5,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
+
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("notes/figures/13.py needs matplotlib: pip install -e '.[plots]'")
+plt.switch_backend("Agg")
 
 FIGURES = Path(__file__).resolve().parent
 sys.path.insert(0, str(FIGURES.parent))

@@ -3,10 +3,11 @@
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("notes/figures/14.py needs matplotlib: pip install -e '.[plots]'")
+plt.switch_backend("Agg")
 
 FIGURES = Path(__file__).resolve().parent
 sys.path.insert(0, str(FIGURES.parent))
@@ -17,7 +18,6 @@ PARTS = {
     "reference": (["reference"], "#88bbdd", "//"),
     "Adam": (["adam"], "#ee8866", ""),
     "gradients": (["gradients"], "#eecc66", "\\\\"),
-    "DDP's buckets": (["ddp buckets"], "#bbbbbb", "xx"),
     "the rest of the update": ([], "#44aa88", ".."),
 }
 

@@ -19,11 +19,16 @@ The file may not be called reasoning_gym.py: Python would then find it where it 
 
 import functools
 import json
+import sys
 from pathlib import Path
 
 import tyro
-from math_verify.utils import TimeoutException, timeout
-from reasoning_gym import create_dataset
+
+try:
+    from math_verify.utils import TimeoutException, timeout
+    from reasoning_gym import create_dataset
+except ImportError:
+    sys.exit("gym_tasks.py needs reasoning-gym and math-verify: pip install -e '.[tasks]'")
 
 
 def marked(value):

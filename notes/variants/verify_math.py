@@ -13,8 +13,12 @@ The file may not be called math_verify.py: Python would then find it where it lo
 """
 
 import logging
+import sys
 
-from math_verify import parse, verify
+try:
+    from math_verify import parse, verify
+except ImportError:
+    sys.exit("verify_math.py needs math-verify: pip install -e '.[tasks]'")
 
 SECONDS = 2  # each for reading and comparing: 9^{9^{9^9}} can be written, and would be computed
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # else a line for each that took longer
