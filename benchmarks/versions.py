@@ -12,8 +12,9 @@ memory) and every character of the completions, and list the metrics that only o
 from the repository's history; they and their runs stay in --folder for the next comparison.
 
 Seconds are wall-clock time of an iteration: the median over iterations 3 to 8 of a longer run with four times as many
-responses. The two sides take turns, so that a busy machine slows both; the ratio is taken within each round, and we
-show its median, lowest and highest value, for an iteration and for the update alone.
+responses (with --large 3 to 5, and as many). The two sides take turns, so that a busy machine slows both. The ratio is
+taken within each round. We show its median, lowest and highest value, for an iteration and for all that follows the
+rollout, which is the update.
 """
 
 import argparse
@@ -97,13 +98,14 @@ VARIANT_FLAGS = {
 
 
 def variant_cases():
-    """{name: its Case}, on two processes."""
+    """{name: its Case}, on two processes if that is possible."""
     cases = {}
     for name in variants.names():
         script = Path(variants.read_patch(name)[1]).stem
         sizes = PPO if script == "ppo_llm" else GRPO
         if name != "vllm":
-            cases[name] = Case(script, 2, f"{sizes} {VARIANT_FLAGS.get(name, '')}", name)
+            processes = 1 if name == "fp16" else 2  # 0.3 scaled its loss by the number of processes as well
+            cases[name] = Case(script, processes, f"{sizes} {VARIANT_FLAGS.get(name, '')}", name)
     return cases
 
 
@@ -111,6 +113,7 @@ ALL = CASES | variant_cases()
 
 TIMED = " --total-iterations 8 --eval-rows 0 --max-response-length 64"  # last, so that these hold
 TIMED += " --microbatch-tokens 1024 --minibatch-size 32 --batch-size {batch_size}"
+LARGE = " --total-iterations 5 --max-response-length 32 --minibatch-size 16"  # the same for 21 million parameters
 # Runs a script, and notes the processor time whenever an iteration is logged.
 RUN = """
 import os, sys, time
@@ -231,7 +234,7 @@ def seconds_of(case, scripts, model):
         batch_size = 32 if "--group-size" in ALL[case].flags else 128
         flags = TIMED.format(batch_size=batch_size)
         if model:
-            flags += f"{DATA} --model {model} --lr 1e-4"
+            flags = TIMED.format(batch_size=batch_size // 4) + LARGE + f"{DATA} --model {model} --lr 1e-4"
         call(command_of(case, scripts, folder, program, flags), folder / "console.txt")
         rows = [[float(word) for word in line.split()] for line in notes.read_text().splitlines()][2:]
     return statistics.median(row[0] for row in rows), statistics.median(row[0] - row[1] for row in rows)
