@@ -1182,7 +1182,7 @@ def run_alone(script, folder, flags, **environment):
     """One process with a limit on memory and time. `folder` is where relative paths lead to."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": f"{folder}/.cache"}
     env |= {"HF_HUB_OFFLINE": "1"} | environment
-    limits = {"timeout": 120, "preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))}
+    limits = {"timeout": 300, "preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))}
     command = [sys.executable, str(script), *flags]
     if os.getuid() == 0:  # modes of files must hold for root, too
         command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *command]
