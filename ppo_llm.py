@@ -48,7 +48,6 @@ import zlib
 from collections import namedtuple
 from dataclasses import dataclass
 from datetime import timedelta
-from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
@@ -362,7 +361,6 @@ def main(args: Args):
         _, first = steps[0]
         first_rows = minibatch_rows[first]
         logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
-        actor_step_count = max(1, len(actor_norms))
         metrics = {
             "reward/mean": mean(scores),
             "reward/std": std(scores),
@@ -376,20 +374,18 @@ def main(args: Args):
             "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "time/rollout": rollout_seconds,
             "time/iteration": time.perf_counter() - started,  # without evaluating and saving
-            "actor/loss": all_reduce(actor_loss).item() / actor_step_count,
             "actor/clipfrac": mean(clipped, actions),
             "actor/approx_kl": mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [3.13]
             "actor/ratio_mean": mean(ratio, actions),
             "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
-            "actor/entropy": mean(entropy, actions),
-            "actor/grad_norm": sum(actor_norms) / actor_step_count,
             "critic/loss": all_reduce(critic_loss).item() / len(steps),
             "critic/explained_variance": 1 - std(raw_advantages, mask) ** 2 / (std(returns, mask) ** 2 + 1e-5),
             "critic/grad_norm": sum(critic_norms) / len(steps),
         }
-        if not actor_steps:  # nothing computed these
-            for name in "loss", "entropy", "grad_norm":
-                del metrics[f"actor/{name}"]
+        if actor_norms:  # without an actor step, nothing has computed these
+            metrics["actor/loss"] = all_reduce(actor_loss).item() / len(actor_norms)
+            metrics["actor/entropy"] = mean(entropy, actions)
+            metrics["actor/grad_norm"] = sum(actor_norms) / len(actor_norms)
         limit = 0.1 if bf16 else 1e-2  # rounding gives 1e-3 in bfloat16, 1e-7 in float32; a wrong mask 1 or more
         if not logprob_diff <= limit:  # written this way so that NaN is refused as well
             reasons = "wrong mask, transformed logits, or a sampler with other weights"
@@ -448,25 +444,17 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 def sum_gradients(parameters):  # [7.5]
     """Replaces each parameter's gradient by its sum over all ranks. All ranks must call it.
 
-    A parameter without a gradient, such as an expert that no token of this rank chose, counts as zero. Gradients travel
-    in buckets, because many small exchanges would be slow. A bucket is full once it holds 8 MB.
+    A parameter without a gradient, such as an expert that no token of this rank chose, counts as zero.
     """
-    buckets = [[]]
+    gradients = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if sum(map(torch.numel, buckets[-1])) >= 2**21:  # numbers in float32
-            buckets.append([])
-        buckets[-1].append(parameter.grad)
-    if not dist.is_initialized():
-        return
-    exchanges = []
-    for bucket in buckets:
-        flat = nn.utils.parameters_to_vector(bucket)
-        nn.utils.vector_to_parameters(flat, bucket)  # turns the gradients into views of `flat`: there is no second copy
-        exchanges.append(dist.all_reduce(flat, async_op=True))
-    for exchange in exchanges:
-        exchange.wait()
+        gradients.append(parameter.grad)
+    for first in range(0, len(gradients), 16):  # exchanging them one by one would take several times as long
+        bucket = gradients[first : first + 16]
+        flat = all_reduce(nn.utils.parameters_to_vector(bucket))
+        nn.utils.vector_to_parameters(flat, bucket)  # the gradients become views of `flat`: there is no second copy
 
 
 def make_response_mask(responses, eos_ids):  # [1.10]
@@ -885,7 +873,7 @@ def load_prompts(source, table, args, tokenizer):
         answer = record.get(args.answer_column)
         if isinstance(answer, dict):  # verl's column reward_model
             answer = answer["ground_truth"]
-        if args.reward == "gsm8k" and gsm8k_number(f"####{answer}", whole=True) is None:  # see `gsm8k`
+        if args.reward == "gsm8k" and math.isnan(gsm8k_number(f"####{answer}")):
             fail(f"{source}, row {number}: --reward gsm8k needs one number as the reference answer, not {answer!r}")
         if isinstance(messages, str):  # a text becomes one turn of the user
             if args.prompt_suffix is not None:
@@ -909,27 +897,30 @@ def load_prompts(source, table, args, tokenizer):
     return rows, f"{source} ({kind}): {len(rows)} rows, {len(table) - len(rows)} left out"
 
 
-def gsm8k_number(text, whole=False):
-    """The number after the last '####' as a Decimal, e.g. -1234 for '#### $-1,234.', or None if there is no number.
+def gsm8k_number(text):
+    """The number after the last '####' as a float, e.g. -1234.0 for '#### $-1,234.', or NaN if there is no number.
 
-    With `whole`, also None if anything but a unit and a full stop surrounds the number, so 3/4 and 1,2,3 are not read
-    in part.
+    A unit, emphasis or a box may surround it: '#### **42** km', '#### \\boxed{42}'. More than one number is no answer,
+    and neither is a sentence: '#### 3 + 4 = 7', '#### 3. Total cost'.
     """
     _, mark, tail = text.rpartition("####")
-    match = re.match(r"\s*[$€£]? ?([-+]?) ?[$€£]? ?((?:\d[\d,]*)?\.?\d+)", tail)
+    marks = r"[\s*$€£(\\]*+"
+    before = rf"{marks}(?:answer:)?{marks}(?:boxed{{)?([-+]?)[ $€£]*+"
+    number = r"(?=\.?\d)((?:\d{1,3}(?:,\d{3})+|\d*+)(?:\.\d+)?)"
+    after = r"[)}$€£%°*\\ ]*+[a-z ]*[.,]?[)}$*\\ ]*(?:\n|$)"
+    match = re.match(before + number + after, tail, re.IGNORECASE)
     if not mark or not match:
-        return None
-    if whole and not re.fullmatch(r"[-+\s$€£]*(\d{1,3}(,\d{3})+|\d*)(\.\d+)? ?[$€£%°]?\.?\s*", tail):
-        return None
-    return Decimal(match[1] + match[2].replace(",", ""))
+        return math.nan
+    return float(match[1] + match[2].replace(",", ""))
 
 
 def gsm8k(prompts, responses, answers):
     """1 if the number after the response's last '####' is that of the answer (a number, or a solution with '####')."""
-    numbers = [gsm8k_number(response) for response in responses]
-    # The prefix lets a bare number be read. In a solution, its own last #### decides.
-    golds = [gsm8k_number(f"####{answer}") for answer in answers]
-    return [float(number is not None and number == gold) for number, gold in zip(numbers, golds)]
+    scores = []
+    for response, answer in zip(responses, answers):
+        gold = gsm8k_number(f"####{answer}")  # the prefix lets a bare number be read; a solution has its own ####
+        scores.append(float(gsm8k_number(response) == gold))  # NaN equals nothing
+    return scores
 
 
 def load_reward(spec):

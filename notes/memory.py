@@ -102,8 +102,10 @@ def gradients(shape, lora_rank=0, critic=True):
 
 
 def exchange(shape, lora_rank=0):
-    """`sum_gradients` copies a bucket of gradients at a time: 8 MB, or the largest gradient, the embedding's."""
-    return 2**23 if lora_rank else max(2**23, 4 * shape.vocab * shape.hidden)
+    """`sum_gradients` copies 16 gradients at a time, at most the embedding's and those of two blocks."""
+    if lora_rank:
+        return 4 * 2 * count_trained(shape, lora_rank) // shape.layers
+    return 4 * (shape.vocab * shape.hidden + 2 * count_block(shape))
 
 
 def autocast_copies(shape, lora_rank=0, checkpointing=False):

@@ -8,7 +8,6 @@ import bisect
 import math
 import statistics
 import time
-from decimal import Decimal
 from itertools import product
 
 import pytest
@@ -279,13 +278,16 @@ def test_sample_tokens_extremes(algo):
 # --- rewards
 
 NUMBERS = {
-    5: "#### 5|####5|a\n####\n5\n|#### +5|#### 5.0|#### 5.|#### 5,|#### 5 apples|#### 5%|#### 005|5 #### 7 #### 5 9",
+    5: "#### 5|####5|a\n####\n5\n|#### +5|#### 5.0|#### 5.|#### 5,|#### 5 apples|#### 5%|#### 005|5 #### 7 #### 5\n9",
     -5: "#### -5|#### - 5|#### -5.|#### -$5|#### $-5|#### -5.00",
     7: "#### $7|#### €7|#### $ 7|#### £7.|#### 8, no, #### 7",
     1234: "#### 1,234|#### $1,234.00|#### +1,234.",
     1234567.5: "#### 1,234,567.50",
     0.5: "#### .5|#### 0.5|#### $.50",
-    None: "|5|### 5|####|#### |#### five|#### .|#### -|#### $,|#### x 5|#### 7 ####",
+    42: r"#### **42**|#### \boxed{42}|#### $42$|#### \(42\)|#### Answer: 42|#### **Answer:** 42|#### $\boxed{42}$ cm",
+    36: r"#### \$36|#### **$36.00**|#### **36.**|#### (36)|#### 36 **",
+    math.nan: "|5|### 5|####|#### |#### five|#### .|#### -|#### $,|#### x 5|#### 7 ####|#### 3. Total cost\nTotal: 45"
+    "|#### 3 + 4 = 7|#### 5 9|#### 3/4|#### 1,2,3|#### 1234,567|#### 5-|#### 1e5|#### 12:30|#### 3 and 4|#### 10 or 12",
 }
 
 
@@ -293,14 +295,14 @@ NUMBERS = {
 def test_gsm8k_number(algo, number):
     for text in NUMBERS[number].split("|"):
         found = algo.gsm8k_number(text)
-        assert found == number and isinstance(found, Decimal | None), text
+        assert repr(found) == repr(float(number)), text
 
 
 def test_gsm8k_number_is_quick(algo):
     """A model that has gone wrong may write nothing but white space after the mark."""
-    for filler in " ", "\n", "-", ",", "1", "1,", "$ ":
+    for filler in " ", "\n", "-", ",", "1", "1,", "$ ", "( ", "*", "a ", "5 a":
         start = time.process_time()
-        algo.gsm8k_number("####" + filler * 500 + "x")
+        algo.gsm8k_number("####" + filler * 2000 + "!x")
         assert time.process_time() - start < 0.2, repr(filler)
 
 
@@ -309,7 +311,6 @@ def test_gsm8k(algo):
     answers = ["2 + 3 = 5\n#### 5"] * 4 + ["no number", "#### .10"]
     scores = algo.gsm8k([""] * 6, responses, answers)
     assert scores == [1, 1, 0, 0, 0, 1] and all(isinstance(score, float) for score in scores)
-    assert algo.gsm8k([""], ["#### 9007199254740993"], ["#### 9007199254740992"]) == [0]  # floats of both are equal
 
 
 def test_exact():

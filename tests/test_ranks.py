@@ -1,5 +1,7 @@
 """One result whatever the number of processes: every script on one, two and four ranks, sharded, and composed."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -126,8 +128,7 @@ def test_grpo_by_two(grpo, runs):
 
 # ------------------------------------------------------------------------------------------------- sums of gradients
 
-BUCKET = 2**21  # elements, 8 MB, at which the next bucket begins
-SHAPES = [(3,), (2, BUCKET // 2 + 3), *[(BUCKET // 4 + 1,)] * 9, (), (7, 1)]
+SHAPES = [(3,), (2, 500), *[(i, 3) for i in range(1, 32)], (), (7, 1)]  # more than two buckets of 16
 ALL_RANKS_LACK, RANK_1_LACKS = 4, 6
 
 
@@ -155,10 +156,9 @@ def add_up(script):
     optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
     former = [StorageWeakRef(p.grad.untyped_storage()) for p in parameters if p.grad is not None]
 
-    def all_reduce(tensor, async_op):
-        assert async_op
+    def all_reduce(tensor, op):
         sizes.append(tensor.numel())
-        return real(tensor, async_op=True)
+        return real(tensor, op)
 
     dist.all_reduce = all_reduce
     load_script(script).sum_gradients(iter(parameters))
@@ -181,21 +181,21 @@ def test_gradients_add_up_in_buckets(script):
             total += 0 if gradient is None else gradient
     for found in one, two:
         assert all(map(torch.equal, found["sums"], expected))
-        assert found["sizes"] == [3 + BUCKET + 6, BUCKET + 4, BUCKET + 4, BUCKET // 4 + 1 + 1 + 7]
+        numbers = [math.prod(shape) for shape in SHAPES]
+        assert found["sizes"] == [sum(numbers[:16]), sum(numbers[16:32]), sum(numbers[32:])]
         assert found["storages"] == sorted(4 * size for size in found["sizes"]) and found["freed"]
     assert all(map(torch.equal, one["parameters"], two["parameters"])) and (one["parameters"][1] != 1).any()
 
 
 @pytest.mark.once
 @each_script("ppo_llm", "grpo_llm")
-def test_alone_a_missing_gradient_is_zero_and_the_others_stay(algo):
+def test_alone_a_missing_gradient_is_zero_and_the_others_keep_their_values(algo):
     parameters = parameters_with(gradients_of(0))
     algo.sum_gradients(parameters)
     missing = parameters.pop(ALL_RANKS_LACK)
     assert missing.grad.shape == missing.shape and not missing.grad.any()
     gradients = [gradient for gradient in gradients_of(0) if gradient is not None]
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(parameters, gradients, strict=True))
-    assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) == len(parameters)  # nothing was moved
 
 
 # ---------------------------------------------------------------------------------------------------------- sharded

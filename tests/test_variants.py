@@ -35,7 +35,7 @@ grpo = load_script(ROOT / "grpo_llm.py")
 NAMES = variants.names()
 ON_PPO = [name for name in NAMES if variants.read_patch(name)[1] == "ppo_llm.py"]
 # Those that may have more than 60 changed lines in 10 places.
-LONG = {"shared_critic": (130, 16), "multi_reward": (60, 11)}
+LONG = {"shared_critic": (130, 16), "multi_reward": (60, 12)}
 
 
 @pytest.fixture(scope="module")
@@ -410,7 +410,7 @@ def test_dapo_without_a_group_takes_no_step(variant, train, folder, monkeypatch)
     assert not steps and [m["step"] for m in metrics] == [0, 1, 2, 3]
     for m in metrics[1:]:
         assert m["group/trained"] == 0 and m["group/generated"] == 8 and m["group/zero_std_frac"] == 1
-        assert m["actor/loss"] == m["actor/grad_norm"] == 0 and m["reward/sampled_mean"] == 1
+        assert "actor/loss" not in m and "actor/grad_norm" not in m and m["reward/sampled_mean"] == 1
 
 
 def test_dapos_length_punishment(variant, train, monkeypatch):
