@@ -29,9 +29,6 @@ processes just before it runs and freed right after. Its gradient is summed over
 (ZeRO stage 3, 1910.02054, by torch's fully_shard). Every forward pass is therefore a collective operation: all
 processes must run the same number of them, in the same order.
 
-Order of the file: flags; `main`, the algorithm; mathematics, models, sampling, data and rewards, evaluation and files,
-processes and signals.
-
 Launch. Without --model, the script trains the small model in benchmarks/tiny on the task that comes with it:
     accelerate launch SCRIPT                              on every GPU of this machine, or one process without a GPU
     accelerate launch --multi_gpu --num_processes 2 SCRIPT --model Qwen/Qwen2.5-0.5B
@@ -56,6 +53,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
+from unittest.mock import patch
 
 import datasets
 import torch
@@ -71,7 +69,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers import MODEL_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
 KLKind = Literal["k1", "k2", "k3"]
@@ -104,10 +102,11 @@ class Args:
     prompt_column: str = "question"  # column with the prompts: texts or chats
     answer_column: str | None = "answer"  # column with the reference answers, if any; verl's `reward_model` works, too
     chat_template: str | None = None  # Jinja file, or none: prompts stay plain text (unset: the tokenizer's template)
+    chat_template_args: str = "{}"  # JSON for the template, as in '{"enable_thinking": false}'
     prompt_suffix: str | None = None  # appended to text prompts (unset: with --reward gsm8k, a request for "####")
     max_prompt_length: int = 512  # tokens; longer prompts are left out
     max_response_length: int = 512  # tokens; a response that has no EOS by then is truncated
-    reward: str = "gsm8k"  # gsm8k (compares the number after ####) or file.py:function(prompts, responses, answers)
+    reward: str = "gsm8k"  # gsm8k (compares the number after ####) or file.py:function
 
     # Rollout
     batch_size: int = 256  # prompts per iteration
@@ -169,9 +168,7 @@ EMBEDDED = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The algorithm
-# ---------------------------------------------------------------------------------------------------------------------
+# --- The algorithm ---------------------------------------------------------------------------------------------------
 
 
 def main(args: Args):
@@ -212,8 +209,6 @@ def main(args: Args):
     policy = wrap(Policy(policy_model, args.temperature))
     trainees = {"policy": (policy_model, make_optimizer(policy_model, args.weight_decay))}
 
-    if args.critic_model and AutoTokenizer.from_pretrained(args.critic_model).get_vocab() != tokenizer.get_vocab():
-        fail(f"--critic-model {args.critic_model} has another tokenizer than --model")
     critic_model = load_critic(args.critic_model or args.model, args.lora_rank)
     critic = wrap(Critic(critic_model))
     trainees["critic"] = (critic_model, make_optimizer(critic_model, args.weight_decay))
@@ -224,9 +219,8 @@ def main(args: Args):
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
         reference = wrap(Policy(reference_model, args.temperature))
 
-    # A checkpoint holds the weights and optimizers of `trainees` and this dictionary. Anything else that must survive a
-    # restart goes in here, too. Only rank 0 saves it, so it must be the same on all ranks. A key that the checkpoint
-    # lacks keeps the value given here.
+    # A checkpoint holds `trainees` and this dictionary: put in here what else must survive a restart. Only rank 0 saves
+    # it, so it must be the same on all ranks. A key that the checkpoint lacks keeps the value given here.
     state = {"iteration": 0, "prompts": 0, "best_score": -math.inf}
     if checkpoint_path:
         state |= load_checkpoint(checkpoint_path, trainees)
@@ -241,7 +235,7 @@ def main(args: Args):
         f"  critic     {args.critic_model or args.model}, lr {args.critic_lr}\n"
         f"  KL         to the reference: {args.kl_reward_coef} in the reward, {args.kl_loss_coef} in the loss\n"
         f"  sharding   over {shard_size} of {world_size} process(es), {args.rollout_params} in the rollout\n"
-        f"  train      {train_summary}; the first ends in {train_rows[0]['prompt'][-60:]!r}\n"
+        f"  train      {train_summary}; the first ends in {train_rows[0]['prompts'][-60:]!r}\n"
         f"  eval       {test_summary}; the first {len(test_rows)} are evaluated\n"
         f"  batch      {args.batch_size} responses, minibatches of {args.minibatch_size}, {args.ppo_epochs} epoch(s)\n"
         f"  run folder {run_dir}, from iteration {first_iteration}"
@@ -409,8 +403,8 @@ def main(args: Args):
             metrics["actor/loss"] = all_reduce(actor_loss).item() / len(actor_norms)
             metrics["actor/entropy"] = mean(entropy, actions)
             metrics["actor/grad_norm"] = sum(actor_norms) / len(actor_norms)
-        limit = 0.1 if bf16 else 1e-2  # rounding gives 1e-3 in bfloat16, 1e-7 in float32; a wrong mask 1 or more
-        if not logprob_diff <= limit:  # written this way so that NaN is refused as well
+        # Rounding gives 1e-3 in bfloat16, 1e-7 in float32; a wrong mask 1 or more. `not <=` refuses NaN as well.
+        if not logprob_diff <= (0.1 if bf16 else 1e-2):
             reasons = "wrong mask, transformed logits, or a sampler with other weights"
             fail(f"iteration {iteration}: sampler and training pass differ by {logprob_diff:.2g}: {reasons}")
 
@@ -424,8 +418,7 @@ def main(args: Args):
         if LAUNCHED and os.getppid() != PARENT and not signals:  # after Ctrl-C, it may have ended already
             fail("the launcher has died, so this process stops; continue with --run-name and --resume")
         if iteration == args.total_iterations or (args.eval_every and iteration % args.eval_every == 0):
-            completions = {"response": texts, "score": scores.tolist()}
-            write_completions(run_dir / f"completions/step_{iteration:06d}.jsonl", rows, completions, accelerator)
+            write_completions(run_dir, f"step_{iteration:06d}", rows, texts, scores.tolist(), accelerator)
             metrics |= evaluate(iteration, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
             if metrics.get("eval/score", -math.inf) > state["best_score"]:
                 state["best_score"] = metrics["eval/score"]
@@ -452,9 +445,7 @@ def main(args: Args):
     return run_dir
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Mathematics. T is any width; `main` calls these functions with (B,L).
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Mathematics. T is any width; `main` calls these functions with (B,L). -------------------------------------------
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
@@ -590,12 +581,10 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
     return sequence_losses.sum() / max(num_sequences, 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Models
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Models ----------------------------------------------------------------------------------------------------------
 
 
-def load_model(name, auto_class, new_head=(), **config_options):
+def load_model(name, model_class, new_head=(), **options):
     """A model in float32 without dropout, from safetensors only and without remote code.
 
     Missing weights are an error, except in a new head (names that start with `new_head`), which is set to zero. Only
@@ -603,21 +592,29 @@ def load_model(name, auto_class, new_head=(), **config_options):
     """
     if Path(name, "adapter_config.json").exists():
         fail(f"{name} is an adapter: merge it into its base model first")
-    config = AutoConfig.from_pretrained(name, **config_options)
-    for key, value in config.to_dict().items():
+    config = AutoConfig.from_pretrained(name)
+    text_config = config.get_text_config()  # a part of config if the model also reads images
+    for key, value in text_config.to_dict().items():
         if "drop" in key and isinstance(value, float):  # with dropout, two passes through the same weights would differ
-            setattr(config, key, 0.0)
-    if dist.get_rank() > 0:
+            setattr(text_config, key, 0.0)
+    if dist.get_rank() == 0:
+        options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+        model, info = model_class.from_pretrained(name, config=config, **options)
+    else:
+        build = model_class._from_config if issubclass(model_class, nn.Module) else model_class.from_config
         with init_empty_weights(include_buffers=False):
-            model = auto_class.from_config(config, dtype=torch.float32)
+            model = build(config, dtype=torch.float32)
         model.tie_weights()
-        return model
-    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
-    model, info = auto_class.from_pretrained(name, config=config, **options)
+        info = {"missing_keys": []}
     for key in sorted(info["missing_keys"]):
         if not key.startswith(new_head):  # startswith(()) is false
-            fail(f"{name} cannot be loaded as {auto_class.__name__}: it has no weights {key}")
+            fail(f"{name} cannot be loaded as {model_class.__name__}: it has no weights {key}")
         nn.init.zeros_(model.get_parameter(key))
+    if model.get_decoder() is model:  # of Llama 4, which looks for it under another name
+        model.base_model_prefix = "model"
+    if text_config is not config:  # parts for images take part in no pass, so they are not trained
+        for part in model.base_model.children():
+            part.requires_grad_(part is model.get_decoder())
     return model
 
 
@@ -626,6 +623,8 @@ def add_lora(model, rank, **options):
     if rank > 0:
         from peft import LoraConfig
 
+        # The value head is trained in full, and the fused kernels of some Mamba layers read `out_proj` themselves.
+        options["exclude_modules"] = ["score", "out_proj"] if "mamba" in str(model.config) else ["score"]
         model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options))
     return model
 
@@ -642,32 +641,48 @@ class Policy(nn.Module):
     def forward(self, tokens, mask):
         """tokens, mask (B,L) -> logprobs, entropy (B,L) in fp32, 0 outside the mask."""
         actions = mask.nonzero(as_tuple=True)  # (n,) twice; each indexing by the mask itself would wait for the GPU
-        hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state[actions]  # (n,H) of the actions
+        output = self.model.get_decoder()(tokens, use_cache=False)
+        hidden = output.last_hidden_state[actions]  # (n,H)
         labels = tokens.roll(-1, 1)[actions]  # [1.11] the one shift: state i predicts token i+1
         # Logits exist for one chunk at a time. The backward pass computes them again.
         size = max(1, self.chunk_elements // self.model.config.get_text_config().vocab_size)
         chunks = zip(hidden.split(size), labels.split(size))
-        results = [checkpoint(self.head, *c, use_reentrant=False, preserve_rng_state=False) for c in chunks]
+        kind = type(output)
+        results = [checkpoint(self.head, *c, kind, use_reentrant=False, preserve_rng_state=False) for c in chunks]
         logprobs, entropy = torch.cat(results).unbind(1)  # (n,) each
         zeros = torch.zeros_like(mask, dtype=torch.float32)
         return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
 
-    def head(self, hidden, labels):
+    def head(self, hidden, labels, output_class):
         """hidden (n,H), labels (n,) -> (n,2): log-prob of the label, entropy."""
-        logits = self.model.get_output_embeddings()(hidden).float() * self.inverse_temperature  # [6.10] (n,V)
+        # Models may scale the logits of their head (Cohere, Granite) or cap them (Gemma). So this is the model's own
+        # forward pass, in which the decoder only returns what it has computed before.
+        with patch.object(self.model.get_decoder(), "forward", lambda *args, **kwargs: output_class(hidden[None])):
+            logits = self.model(labels[None]).logits[0].float() * self.inverse_temperature  # [6.10] (n,V)
         all_logprobs = logits.log_softmax(-1)
         entropy = -(all_logprobs.exp() * all_logprobs).sum(-1, keepdim=True)
         return torch.cat([all_logprobs.gather(-1, labels[:, None]), entropy], -1)
 
 
 def load_critic(name, lora_rank):
-    """The model of a Critic: an AutoModelForTokenClassification with one label, which loads what a run has saved.
+    """The model of a Critic: the backbone of a language model and a linear layer `score`, saved and loaded as one.
 
-    A new head starts at zero. With LoRA, the head itself is trained in full.
+    A head that is stored as `score` or `classifier` is loaded, too, as a reward model has it. A new one starts at zero.
+    With LoRA, the head itself is trained in full.
     """
-    model = load_model(name, AutoModelForTokenClassification, ("score.", "classifier."), num_labels=1)
-    heads = ["score", "classifier"]  # what transformers calls the head, depending on the architecture
-    return add_lora(model, lora_rank, task_type="TOKEN_CLS", exclude_modules=heads, modules_to_save=heads)
+    backbone = MODEL_MAPPING[type(AutoConfig.from_pretrained(name))]
+
+    class ValueModel(backbone):
+        __module__ = backbone.__module__  # by module and name, transformers knows how the weights are stored
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.score = nn.Linear(self.get_input_embeddings().embedding_dim, 1)
+
+    ValueModel.__name__ = backbone.__name__
+    model = load_model(name, ValueModel, "score.", key_mapping={"^classifier": "score"})
+    model.score.requires_grad_(True)
+    return add_lora(model, lora_rank, task_type="TOKEN_CLS", modules_to_save=["score"])
 
 
 class Critic(nn.Module):  # [1.7]
@@ -676,14 +691,12 @@ class Critic(nn.Module):  # [1.7]
     def __init__(self, model):
         super().__init__()
         self.model = model
-        self.head_name = "score" if hasattr(model, "score") else "classifier"
 
     def forward(self, tokens, mask):
         """tokens, mask (B,L) -> values (B,L) in fp32, 0 outside the mask."""
-        hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state[mask]  # (n,H)
-        head = getattr(self.model, self.head_name)
+        hidden = self.model.get_decoder()(tokens, use_cache=False).last_hidden_state[mask]  # (n,H)
         with torch.autocast(hidden.device.type, enabled=False):  # bf16 would leave a value only two or three digits
-            values = head(hidden.float()).squeeze(-1)
+            values = self.model.score(hidden.float()).squeeze(-1)
         return torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, values)
 
 
@@ -701,7 +714,7 @@ def collect_eos_ids(model, tokenizer):
     """All EOS ids of tokenizer, config and generation config, sorted: each of them ends a response."""
     eos_ids = set()
     for source in tokenizer, model.config, model.generation_config:
-        ids = source.eos_token_id  # a number, a list of numbers, or None
+        ids = getattr(source, "eos_token_id", None)  # a number, a list of numbers, or None
         eos_ids.update(ids if isinstance(ids, list) else [ids])
     return sorted(eos_ids - {None})
 
@@ -719,8 +732,8 @@ def shard(module, mesh, bf16, offload):  # [7.7]
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         home = "cpu"
-    if hasattr(module, "head_name"):  # a Critic's values stay in float32
-        fully_shard(getattr(module.model, module.head_name), **options)
+    if hasattr(module.model, "score"):  # a Critic's values stay in float32
+        fully_shard(module.model.score, **options)
     if bf16:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     block_names = module.model._no_split_modules or ()
@@ -737,6 +750,8 @@ def shard(module, mesh, bf16, offload):  # [7.7]
         dealt = distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements)
         shards[name] = dealt.to(home)
     module.load_state_dict(shards, strict=False, assign=True)
+    for buffer in module.buffers():  # not sharded
+        dist.broadcast(buffer, 0)
     # FSDP takes the module whose forward pass comes first for the root, and in a rollout that would be a block. This
     # pass also ties weights together again that two layers share.
     probe = torch.zeros(1, 2, dtype=torch.long, device=mesh.device_type)
@@ -745,9 +760,7 @@ def shard(module, mesh, bf16, offload):  # [7.7]
     return module
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sampling and batches
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Sampling and batches --------------------------------------------------------------------------------------------
 
 
 def random_stream(*key):
@@ -812,7 +825,7 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
         # Until then, they keep sampling, and cut_responses removes the excess.
         if num_alive <= 0.9 * len(slots):
             kept = alive.nonzero().squeeze(1)
-            cache.batch_select_indices(kept)
+            cache.reorder_cache(kept)
             slots = slots[kept]
             alive = alive[kept]
             attention_mask = attention_mask[kept]
@@ -917,23 +930,21 @@ def forward_all(module, minibatches, tokens, mask):
     return result
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data and rewards
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Data and rewards ------------------------------------------------------------------------------------------------
 
 # Appended to questions without "####", because a model that has not seen GSM8K would not write it. Worded by verl.
 GSM8K_REQUEST = ' Let\'s think step by step and output the final answer after "####".'
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def read_splits(source):
-    """{split: table} of a file (all of it is `train`), a folder saved by `datasets` or a hub id `name[:config]`."""
+    """{split: table} of a file (all of it is `train`), a folder saved by `datasets`, or a hub id `name[:config]`."""
     path = Path(source)
-    if path.suffix in READERS:
-        return datasets.load_dataset(READERS[path.suffix], data_files=source)
-    if not path.is_dir():
+    if path.is_file():
+        return datasets.load_dataset(str(path.parent), data_files=path.name)
+    try:
+        saved = datasets.load_from_disk(source)
+    except FileNotFoundError:
         return datasets.load_dataset(*source.split(":"))
-    saved = datasets.load_from_disk(source)
     return saved if isinstance(saved, dict) else {"train": saved}
 
 
@@ -948,10 +959,10 @@ def read_data(args):
 
 
 def load_prompts(source, table, args, tokenizer):
-    """A list of rows {prompt, input_ids, answer, columns}, and a sentence about them for the start-up block.
+    """A list of rows, each a dictionary, and a sentence about them for the start-up block.
 
-    `columns` has all columns of the data and `messages`, the prompt as a chat. Prompts that are too long, or whose last
-    message the template has dropped, are left out.
+    A row has the columns of the data; `prompts`, the text that the model reads, and `input_ids`, its tokens;
+    `messages`, the prompt as a chat; and `answers`, the reference answer. Empty and overlong prompts are left out.
     """
     if table is None:
         return [], "no test data (--eval-dataset)"
@@ -962,32 +973,43 @@ def load_prompts(source, table, args, tokenizer):
     use_chat = bool(tokenizer.chat_template) and args.chat_template != "none"
     rows = []
     for number, record in enumerate(table.to_list(), 1):
-        messages = record[args.prompt_column]
+        prompt = record[args.prompt_column]
         answer = record.get(args.answer_column)
         if isinstance(answer, dict):  # verl's column reward_model
-            answer = answer["ground_truth"]
+            answer = answer.get("ground_truth", answer)
         if args.reward == "gsm8k" and math.isnan(gsm8k_number(f"####{answer}")):
             fail(f"{source}, row {number}: --reward gsm8k needs one number as the reference answer, not {answer!r}")
-        if isinstance(messages, str):  # a text becomes one turn of the user
-            if args.prompt_suffix is not None:
-                messages += args.prompt_suffix
-            elif args.reward == "gsm8k" and "####" not in messages:
-                messages += GSM8K_REQUEST
-            messages = [{"role": "user", "content": messages}]
+        messages = to_messages(prompt, args)
+        kinds = {type(message.get("content")) for message in messages} if isinstance(messages, list) else set()
+        if kinds != {str} or messages[-1].get("role") == "assistant":
+            fail(f"{source}, row {number}: a prompt is a text, or a chat of texts that the user ends, not {prompt!r}")
         if use_chat:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            options = {"tokenize": False, "add_generation_prompt": True} | json.loads(args.chat_template_args)
+            text = tokenizer.apply_chat_template(messages, **options)
         else:
             text = "\n".join(message["content"] for message in messages)
         ids = tokenizer(text, add_special_tokens=not use_chat)["input_ids"]  # a chat template adds the BOS token itself
-        # The wrong template, or messages with other keys, can lose the text of a message.
-        if 0 < len(ids) <= args.max_prompt_length and messages[-1]["content"].strip() in text:
-            columns = record | {"messages": messages}
-            rows.append({"prompt": text, "input_ids": ids, "answer": answer, "columns": columns})
+        if not use_chat and ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers append it
+            ids.pop()
+        if prompt and 0 < len(ids) <= args.max_prompt_length:
+            row = {"prompts": text, "input_ids": ids, "is_chat": prompt is messages}
+            rows.append(record | row | {"messages": messages, "answers": answer})
     if not rows:
-        limit = f"{args.max_prompt_length} tokens (--max-prompt-length)"
-        fail(f"{source}: every prompt is empty, has lost its last message, or is longer than {limit}")
+        fail(f"{source}: every prompt is empty or has more than {args.max_prompt_length} tokens (--max-prompt-length)")
     kind = "chat" if use_chat else "text"
-    return rows, f"{source} ({kind}): {len(rows)} rows, {len(table) - len(rows)} left out"
+    distinct = len({row["prompts"] for row in rows})
+    return rows, f"{source} ({kind}): {len(rows)} rows, {distinct} distinct, {len(table) - len(rows)} left out"
+
+
+def to_messages(prompt, args):
+    """A text as a chat of one turn. A chat stays as it is."""
+    if not isinstance(prompt, str):
+        return prompt
+    if args.prompt_suffix is not None:
+        prompt += args.prompt_suffix
+    elif args.reward == "gsm8k" and "####" not in prompt:
+        prompt += GSM8K_REQUEST
+    return [{"role": "user", "content": prompt}]
 
 
 def gsm8k_number(text):
@@ -1009,19 +1031,12 @@ def gsm8k_number(text):
 
 def gsm8k(prompts, responses, answers):
     """1 if the number after the response's last '####' is that of the answer (a number, or a solution with '####')."""
-    scores = []
-    for response, answer in zip(responses, answers):
-        gold = gsm8k_number(f"####{answer}")  # the prefix lets a bare number be read; a solution has its own ####
-        scores.append(float(gsm8k_number(response) == gold))  # NaN equals nothing
-    return scores
+    # The prefix lets a bare number be read. In a solution, its own last #### decides. NaN equals nothing.
+    return [float(gsm8k_number(text) == gsm8k_number(f"####{answer}")) for text, answer in zip(responses, answers)]
 
 
 def load_reward(spec):
-    """The function that --reward names: f(prompts, responses, answers, **columns) -> list of floats.
-
-    The first three are passed by position, as lists of equal length. Any further parameter gets the column of the data
-    that has its name, as in f(prompts, responses, answers, difficulty). `messages` gets the prompts as chats.
-    """
+    """The function that --reward names. It returns a number for each response; compute_scores calls it."""
     if spec == "gsm8k":
         return gsm8k
     file, _, name = spec.rpartition(":")
@@ -1033,26 +1048,32 @@ def load_reward(spec):
     return getattr(importlib.import_module(path.stem), name)
 
 
-def compute_scores(reward_function, tokenizer, rows, responses):
-    """(texts of the Responses, their scores: one finite number for each)."""
+def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
+    """(texts of the Responses, their scores: one finite number for each).
+
+    The reward function gets lists by the names of its parameters: prompts and responses, texts; answers; messages, the
+    prompts as chats; tokens, the ids of the responses, special ones included; and any column of the data. A function
+    with **kwargs gets them all. One that asks for `completions` is written for TRL and gets chats as TRL has them.
+    """
     if not rows:
         return [], []
-    texts = tokenizer.batch_decode([response.ids for response in responses], skip_special_tokens=True)
-    prompts = [row["prompt"] for row in rows]
-    answers = [row["answer"] for row in rows]
-    columns = {}
-    for name in list(inspect.signature(reward_function).parameters)[3:]:  # [8.3] columns that it asks for
-        if name in rows[0]["columns"]:
-            columns[name] = [row["columns"][name] for row in rows]
-    scores = [float(score) for score in reward_function(prompts, [*texts], answers, **columns)]
+    ids = [response.ids for response in responses]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    named = {name: [row[name] for row in rows] for name in rows[0]}
+    named |= {"responses": [*texts], "tokens": ids, "completions": texts, "completion_ids": ids}
+    parameters = inspect.signature(reward_function).parameters
+    if "completions" in parameters and rows[0]["is_chat"]:
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+        named |= {"prompts": named["messages"], "completions": completions}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        named = {name: named[name] for name in parameters if name in named}
+    scores = [float(score) for score in reward_function(**named)]
     if len(scores) != len(rows) or not all(map(math.isfinite, scores)):
         fail(f"the reward must return {len(rows)} finite numbers, not these {len(scores)}: {str(scores)[:300]}")
     return texts, scores
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation and files
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Evaluation and files --------------------------------------------------------------------------------------------
 
 
 def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args, accelerator):
@@ -1068,15 +1089,13 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
     mine = slice(accelerator.process_index, None, accelerator.num_processes)
     rows = rows[mine]
     metrics = {}
-    completions = {}
     for kind, temperature in ("", 0), ("_sampled", 1):
         responses = rollout(rows, uniforms[mine], temperature)
         texts, scores = compute_scores(reward_function, tokenizer, rows, responses)
         metrics[f"eval/score{kind}"] = mean(torch.tensor(scores, device=accelerator.device))
-        completions |= {f"response{kind}": texts, f"score{kind}": scores}
+        write_completions(run_dir, f"eval{kind}_{iteration:06d}", rows, texts, scores, accelerator)
     lengths = [len(response.ids) for response in responses]  # of the sampled responses, which came last
     metrics["eval/length_mean"] = mean(torch.tensor(lengths, device=accelerator.device))
-    write_completions(run_dir / f"completions/eval_{iteration:06d}.jsonl", rows, completions, accelerator)
     accelerator.print(
         f"iteration {iteration}: eval {metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled, "
         f"length {metrics['eval/length_mean']:.1f}"
@@ -1120,18 +1139,15 @@ def open_run(run_dir, args, kept_lines, accelerator):
     accelerator.init_trackers(Path(__file__).stem, None, trackers)
 
 
-def write_completions(path, rows, columns, accelerator):
-    """Writes prompt, answer and `columns` {name: list} of the rows of all ranks as .jsonl.
-
-    Sorted, so that the file does not depend on the number of processes.
-    """
+def write_completions(run_dir, name, rows, texts, scores, accelerator):
+    """Writes the completions of all ranks as .jsonl, sorted: the file does not depend on the number of processes."""
     lines = []
-    for row, *values in zip(rows, *columns.values()):
-        line = {"prompt": row["prompt"], "answer": row["answer"]} | dict(zip(columns, values))
-        lines.append(json.dumps(line, ensure_ascii=False))
+    for row, text, score in zip(rows, texts, scores):
+        completion = {"prompt": row["prompts"], "answer": row["answers"], "response": text, "score": score}
+        lines.append(json.dumps(completion, ensure_ascii=False))
     lines = gather_object(lines)
     if accelerator.is_main_process and lines:
-        path.write_text("\n".join(sorted(lines)))
+        (run_dir / f"completions/{name}.jsonl").write_text("\n".join(sorted(lines)))
 
 
 def save_models(path, trainees, tokenizer, accelerator):
@@ -1146,10 +1162,11 @@ def save_models(path, trainees, tokenizer, accelerator):
     for name, (model, _) in trainees.items():
         target = unfinished if name == "policy" else unfinished / name
         weights = {}
-        for key, parameter in trained_parameters(model).items():
+        for key, parameter in model.named_parameters():
             whole = parameter.detach().to(accelerator.device).full_tensor()
             if accelerator.is_main_process:
                 weights[key] = whole.cpu()
+        weights |= {key: buffer for key, buffer in model.named_buffers() if key in model.state_dict()}
         if accelerator.is_main_process:
             model.save_pretrained(target, state_dict=weights)
             tokenizer.save_pretrained(target)
@@ -1212,9 +1229,7 @@ def load_checkpoint(path, trainees):
     return torch.load(path / "state.pt", weights_only=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes and signals
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Processes and signals -------------------------------------------------------------------------------------------
 
 # `accelerate launch` and torchrun set one of these variables and are then the parent process.
 LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
@@ -1226,14 +1241,11 @@ def start_processes(args):
     """Joins the launched processes, checks the flags as far as possible without a model, returns the Accelerator."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
     sys.stdout.reconfigure(line_buffering=True)  # lines appear in a log file at once
     if "ACCELERATE_USE_FSDP" in os.environ or "ACCELERATE_USE_DEEPSPEED" in os.environ:
         fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: turn them off")
-    bf16 = args.dtype == "bfloat16"
-    if args.dtype == "auto":
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)  # false without a GPU
-    precision = "bf16" if bf16 else "no"
+    automatic = args.dtype == "auto" and torch.cuda.is_bf16_supported(including_emulation=False)  # false without a GPU
+    precision = "bf16" if automatic or args.dtype == "bfloat16" else "no"
     tracker = None if args.track == "none" else args.track
     if not dist.is_initialized():
         # gloo on the CPU as well, for tensors that are offloaded.

@@ -355,7 +355,9 @@ PPO = "ppo_llm", "ppo_llm_fsdp"
 GRPO = "grpo_llm", "grpo_llm_fsdp"
 REPLICATED = "ppo_llm", "grpo_llm"
 SHARDED = "ppo_llm_fsdp", "grpo_llm_fsdp"
-VARIED = "def score(p, r, a): return [len(set(x)) + 0.1 * len(x) for x in r]"  # most responses score differently
+VARIED = (
+    "def score(responses): return [len(set(x)) + 0.1 * len(x) for x in responses]"  # most responses score differently
+)
 
 
 def rows_of(*rows, name="train.jsonl", flags=""):
@@ -980,9 +982,9 @@ INPUTS = {
         flags_of("--reward exact"), "--reward exact is not gsm8k or path/to/file.py:function"
     ),
     "no such reward file": Case(flags_of("--reward {c}/no.py:f"), r"--reward .*no\.py:f is not gsm8k or path"),
-    "a file without the function": Case(reward_of("def other(p, r, a): ..."), "has no attribute 'score'"),
+    "a file without the function": Case(reward_of("def other(responses): ..."), "has no attribute 'score'"),
     "a reward without a function's name": Case(
-        reward_of("def score(p, r, a): ...", "reward.py"),
+        reward_of("def score(responses): ...", "reward.py"),
         r"--reward .*reward\.py is not gsm8k or path/to/file.py:function",
     ),
     "a reward that is a method": Case(
@@ -995,56 +997,59 @@ INPUTS = {
     "a reward file with a dot": Case(reward_of(VARIED, "my.reward.py:score"), "No module named 'my'"),
     "a reward file in the current folder": Case(relative(reward_of(VARIED))),
     "a reward file in a folder beside": Case(relative(reward_of(VARIED, "rewards/mine.py:score"))),
-    "a reward with a typing error": Case(reward_of("def score(p, r, a) return 1"), "SyntaxError: expected ':'"),
+    "a reward with a typing error": Case(reward_of("def score(responses) return 1"), "SyntaxError: expected ':'"),
     "a reward that raises": Case(
-        reward_of("def score(p, r, a): return [x[3] for x in [[]]]"), "IndexError", says("return [x[3] for x in [[]]]")
+        reward_of("def score(responses): return [x[3] for x in [[]]]"),
+        "IndexError",
+        says("return [x[3] for x in [[]]]"),
     ),
     "a reward of too few parameters": Case(reward_of("def score(r): return [1.0] * len(r)"), r"TypeError: score\(\)"),
     "a reward that asks for what the data lack": Case(
-        reward_of("def score(p, r, a, level): return [1]"), "missing 1 required positional argument: 'level'"
+        reward_of("def score(responses, level): return [1]"), "missing 1 required positional argument: 'level'"
     ),
-    "a reward that returns nothing": Case(reward_of("def score(p, r, a): pass"), "'NoneType' object is not iterable"),
-    "a reward of one number": Case(reward_of("def score(p, r, a): return 1.0"), "'float' object is not iterable"),
+    "a reward that returns nothing": Case(reward_of("def score(responses): pass"), "'NoneType' object is not iterable"),
+    "a reward of one number": Case(reward_of("def score(responses): return 1.0"), "'float' object is not iterable"),
     "a reward of too few numbers": Case(
-        reward_of("def score(p, r, a): return [1.0]"), r"must return \d finite numbers, not these 1"
+        reward_of("def score(responses): return [1.0]"), r"must return \d finite numbers, not these 1"
     ),
-    "a reward of words": Case(reward_of("def score(p, r, a): return ['good'] * len(r)"), "to float: 'good'"),
+    "a reward of words": Case(reward_of("def score(responses): return ['good'] * len(responses)"), "to float: 'good'"),
     "a reward that is not a number": Case(
-        reward_of("def score(p, r, a): return [float('nan')] * len(r)"), r"must return \d finite numbers, not .*nan"
+        reward_of("def score(responses): return [float('nan')] * len(responses)"),
+        r"must return \d finite numbers, not .*nan",
     ),
     "a reward that is infinite, once and later": Case(
         reward_of(
-            "calls = []\ndef score(p, r, a): calls.append(0); return [1e999 if len(calls) > 1 else 1.0] * len(r)"
+            "calls = []\ndef score(answers): calls.append(0); return [1e999 if len(calls) > 1 else 1.0] * len(answers)"
         ),
         r"must return \d finite numbers, not .*inf",
         steps=1,
     ),
     "a reward that is a coroutine": Case(
-        reward_of("async def score(p, r, a): return [1.0] * len(r)"), "'coroutine' object is not iterable"
+        reward_of("async def score(responses): return [1.0] * len(responses)"), "'coroutine' object is not iterable"
     ),
-    "a reward that is a generator": Case(reward_of("def score(p, r, a):\n for x in r: yield len(x)")),
+    "a reward that is a generator": Case(reward_of("def score(responses):\n for x in responses: yield len(x)")),
     "a reward of many types": Case(
         reward_of(
             "import decimal, numpy, torch\nkinds = bool, int, decimal.Decimal, numpy.float32, torch.tensor\n"
-            "def score(p, r, a): return [kind(len(x) % 2) for kind, x in zip(kinds * 9, r)]"
+            "def score(responses): return [kind(len(x) % 2) for kind, x in zip(kinds * 9, responses)]"
         ),
     ),
     "a reward of a tensor": Case(
-        reward_of("import torch\ndef score(p, r, a): return torch.tensor([len(x) for x in r])")
+        reward_of("import torch\ndef score(responses): return torch.tensor([len(x) for x in responses])")
     ),
     "a reward that prints and sleeps": Case(
-        reward_of("import time\ndef score(p, r, a): print('hm'); time.sleep(1); return [len(x) for x in r]")
+        reward_of("import time\ndef score(responses): print('hm'); time.sleep(1); return [len(x) for x in responses]")
     ),
     "a reward that forks": Case(
         reward_of(
-            "import multiprocessing\ndef score(p, r, a):\n"
-            " with multiprocessing.get_context('fork').Pool(2) as pool: return pool.map(len, r)"
+            "import multiprocessing\ndef score(responses):\n"
+            " with multiprocessing.get_context('fork').Pool(2) as pool: return pool.map(len, responses)"
         ),
     ),
     "a reward that changes its lists": Case(
         reward_of(
-            "def score(p, r, a):\n result = [len(x) for x in r]\n r[:] = ['gone'] * len(r)\n"
-            " p.clear()\n a.clear()\n return result"
+            "def score(prompts, responses, answers):\n result = [len(x) for x in responses]\n"
+            " responses[:] = ['gone'] * len(result)\n prompts.clear()\n answers.clear()\n return result"
         ),
         None,
         lambda c, said: all(row["response"] != "gone" for row in rows_in(c, "completions/step_*.jsonl")),

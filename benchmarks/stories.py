@@ -71,12 +71,12 @@ def run_once(name, seed, data):
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
         seconds, rows = time.time() - start, plot.read_run(Path(runs) / "run")
-        files = sorted((Path(runs) / "run" / "completions").glob("eval_*.jsonl"))
-        evaluations = {int(file.stem[5:]): read_rows(file) for file in files}
+        files = sorted((Path(runs) / "run" / "completions").glob("eval_sampled_*.jsonl"))
+        evaluations = {int(file.stem.rpartition("_")[2]): read_rows(file) for file in files}
     for row in rows:
         if evaluation := evaluations.get(row["step"]):
-            row["eval/distinct_bigrams"] = distinct_bigrams([line["response_sampled"] for line in evaluation])
-            row["eval/score_sampled_std"] = statistics.stdev(line["score_sampled"] for line in evaluation)
+            row["eval/distinct_bigrams"] = distinct_bigrams([line["response"] for line in evaluation])
+            row["eval/score_sampled_std"] = statistics.stdev(line["score"] for line in evaluation)
     rows[-1]["time/launch_to_exit"] = seconds
     (RESULTS / name).mkdir(parents=True, exist_ok=True)
     learning.write_compact(rows, RESULTS / name / f"seed_{seed}.csv")
@@ -107,8 +107,8 @@ def show_stories(name, seed, before, after, count):
     for row in sorted(before, key=lambda row: row["prompt"])[:count]:
         other = after[row["prompt"]]
         for when, line in (("before", row), ("after", other)):
-            response = " ".join(line["response_sampled"].split())
-            text += f"\n{when} ({line['score_sampled']:+.2f}): **{row['prompt']}** {response}\n"
+            response = " ".join(line["response"].split())
+            text += f"\n{when} ({line['score']:+.2f}): **{row['prompt']}** {response}\n"
         text += "\n---\n"
     return text
 

@@ -144,15 +144,15 @@ def run(name, seed, args):
             print(f"{name}, seed {seed}: {done.stderr[-2000:]}", flush=True)
             return
         rows = plot.read_run(Path(folder, "runs", "run"))
-        completions = sorted(Path(folder, "runs", "run", "completions").glob("eval_*.jsonl"))[-1]
+        completions = sorted(Path(folder, "runs", "run", "completions").glob("eval_sampled_*.jsonl"))[-1]
         samples = [json.loads(line) for line in completions.read_text().splitlines()]
         if name == "letters":  # what it learns is not to be seen in the scores
-            for kept in completions.with_name("eval_000000.jsonl"), completions:
+            for kept in completions.with_name("eval_sampled_000000.jsonl"), completions:
                 keep(kept, target.parent / f"seed_{seed}_{kept.name}")
     rows[-1]["time/launch_to_exit"] = seconds
     if name.startswith("lengths"):  # whose score also counts the length
-        rows[-1]["eval/characters_sampled"] = statistics.mean(len(row["response_sampled"]) for row in samples)
-        triples = [[row[key] for row in samples] for key in ("prompt", "response_sampled", "answer")]
+        rows[-1]["eval/characters_sampled"] = statistics.mean(len(row["response"]) for row in samples)
+        triples = [[row[key] for row in samples] for key in ("prompt", "response", "answer")]
         rows[-1]["eval/right_sampled"] = statistics.mean(grpo_llm.gsm8k(*triples))
     target.parent.mkdir(parents=True, exist_ok=True)
     learning.write_compact(rows, target)

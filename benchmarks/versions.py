@@ -255,9 +255,12 @@ def compare(old, new, most=0.0):
             if abs(before[name] - after[name]) > max(most, ROUNDED.get(name, 0)) * max(1, abs(before[name])):
                 differences.append(f"step {before['step']} {name}: {before[name]!r} became {after[name]!r}")
     for path in sorted((old / "completions").iterdir()):
-        lines = zip(read_lines(path), read_lines(new / "completions" / path.name), strict=True)
-        if any(before[name] != after[name] for before, after in lines for name in before):
-            differences.append(f"{path.name} has other completions")
+        for kind in "", "_sampled":  # in 0.3, one file has both the greedy and the sampled responses of an evaluation
+            other = new / "completions" / path.name.replace("eval", f"eval{kind}")
+            before = [[row["prompt"], row.get(f"response{kind}"), row.get(f"score{kind}")] for row in read_lines(path)]
+            after = [[row[name] for name in ("prompt", "response", "score")] for row in read_lines(other)]
+            if (not kind or path.name.startswith("eval")) and sorted(before) != sorted(after):
+                differences.append(f"{other.name} has other completions")
     return differences, sorted(gone), sorted(added)
 
 

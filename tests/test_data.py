@@ -1,5 +1,6 @@
 """Prompts from every format people have, chat templates, lengths, test data, awkward numbers, and what is refused."""
 
+import gzip
 import json
 
 import datasets
@@ -72,13 +73,13 @@ def test_formats(algo, tmp_path, name, ending):
     row, flags, prompt, answer = FORMATS[name]
     path = save(tmp_path, row, ending)
     rows, summary = load(algo, path, prompt_suffix="", **flags)
-    assert summary == f"{path} (text): 2 rows, 0 left out" and len(rows) == 2
+    assert summary == f"{path} (text): 2 rows, 1 distinct, 0 left out" and len(rows) == 2
     asked = row[flags.get("prompt_column", "question")]
     messages = chat(asked) if isinstance(asked, str) else asked
     for found in rows:
-        assert (found["prompt"], found["answer"]) == (prompt, answer)
-        assert found["columns"] == row | {"messages": messages}
-        assert found["input_ids"] == make_tokenizer()(prompt)["input_ids"]
+        ids, is_chat = make_tokenizer()(prompt)["input_ids"], isinstance(asked, list)
+        told = {"prompts": prompt, "messages": messages, "answers": answer, "input_ids": ids, "is_chat": is_chat}
+        assert found == row | told
 
 
 @pytest.mark.parametrize("source, asked", [("a/b", ("a/b",)), ("a/b:main", ("a/b", "main"))])
@@ -127,11 +128,14 @@ def test_which_split_is_evaluated(algo, tmp_path, training, named, found):
 def test_evaluation_only_scores_every_row_of_the_test_data(toy_run, tmp_path, capsys):
     path = write_rows(tmp_path / "questions.jsonl", toy_rows(5))
     run_dir, (metrics,) = toy_run(total_iterations=0, eval_dataset=path, eval_rows=512)
-    assert f"eval       {path} (text): 5 rows, 0 left out; the first 5 are evaluated" in capsys.readouterr().out
-    rows = read_rows(run_dir / "completions" / "eval_000000.jsonl")
-    assert sorted(row["prompt"] for row in rows) == sorted(row["question"] for row in toy_rows(5))
-    for name in ("score", "score_sampled"):
-        assert metrics[f"eval/{name}"] == pytest.approx(sum(row[name] for row in rows) / 5, abs=1e-6)
+    assert (
+        f"eval       {path} (text): 5 rows, 5 distinct, 0 left out; the first 5 are evaluated"
+        in capsys.readouterr().out
+    )
+    for kind in "", "_sampled":
+        rows = read_rows(run_dir / "completions" / f"eval{kind}_000000.jsonl")
+        assert sorted(row["prompt"] for row in rows) == sorted(row["question"] for row in toy_rows(5))
+        assert metrics[f"eval/score{kind}"] == pytest.approx(sum(row["score"] for row in rows) / 5, abs=1e-6)
     assert not (run_dir / "final").exists() and not (run_dir / "best").exists()
 
 
@@ -150,10 +154,10 @@ def test_without_test_data_a_run_says_so_and_trains(toy_run, tmp_path, capsys):
 def test_chats_go_through_the_template_with_one_bos_and_a_generation_prompt(algo, tmp_path):
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": CHAT, "answer": "2"}])
     (row,), summary = load(algo, path, tokenizer_with_bos(), prompt_column="prompt")
-    assert summary == f"{path} (chat): 1 rows, 0 left out"
-    assert row["prompt"] == "<eos2>u#hi\na#yes?\nu#1+1?\na#"
+    assert summary == f"{path} (chat): 1 rows, 1 distinct, 0 left out"
+    assert row["prompts"] == "<eos2>u#hi\na#yes?\nu#1+1?\na#"
     assert row["input_ids"] == [2, *make_tokenizer()("u#hi\na#yes?\nu#1+1?\na#")["input_ids"]]
-    assert row["columns"]["messages"] == CHAT
+    assert row["messages"] == CHAT
 
 
 REQUEST = """ Let's think step by step and output the final answer after "####"."""
@@ -174,10 +178,10 @@ def test_a_question_asks_for_what_the_reward_looks_for(algo, tmp_path, flags, te
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": p, "answer": "2"} for p in questions])
     rows, _ = load(algo, path, tokenizer_with_bos(template), prompt_column="prompt", **flags)
     texts = *texts, "1+1?"
-    assert [row["columns"]["messages"] for row in rows] == [chat(text) for text in texts]
+    assert [row["messages"] for row in rows] == [chat(text) for text in texts]
     for row, text in zip(rows, texts):
         around = f"u#{text}\na#" if template else text
-        assert row["prompt"] == ("<eos2>" + around if template else around)
+        assert row["prompts"] == ("<eos2>" + around if template else around)
         assert row["input_ids"] == [2, *make_tokenizer()(around)["input_ids"]]
 
 
@@ -188,14 +192,14 @@ def test_the_embedded_prompts_are_the_questions(algo, monkeypatch):
     args, tokenizer = algo.parse_args(), AutoTokenizer.from_pretrained(TINY / "model")
     for source, table in zip((args.dataset, args.eval_dataset), algo.read_data(args)):
         rows, _ = algo.load_prompts(source, table.select(range(100)), args, tokenizer)
-        assert [row["prompt"] for row in rows] == [row["question"] for row in read_rows(source)[:100]]
+        assert [row["prompts"] for row in rows] == [row["question"] for row in read_rows(source)[:100]]
 
 
 @pytest.mark.parametrize("template, flag", [(TEMPLATE, "none"), (None, None)])
 def test_without_a_template_a_chat_becomes_text_with_one_bos(algo, tmp_path, template, flag):
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": CHAT, "answer": "2"}])
     (row,), summary = load(algo, path, tokenizer_with_bos(template), chat_template=flag, prompt_column="prompt")
-    assert "(text)" in summary and row["prompt"] == "hi\nyes?\n1+1?"
+    assert "(text)" in summary and row["prompts"] == "hi\nyes?\n1+1?"
     assert row["input_ids"] == [2, *make_tokenizer()("hi\nyes?\n1+1?")["input_ids"]]
 
 
@@ -218,13 +222,38 @@ def test_a_run_on_verls_parquet_with_a_template_file(toy_run, tmp_path):
     assert tokenizer.apply_chat_template(chat("hi"), tokenize=False, add_generation_prompt=True) == "u#hi\na#"
 
 
-def test_a_prompt_that_lacks_its_question_is_left_out(algo, tmp_path):
-    """Of a template that writes the system's turns alone, or one for messages with other keys."""
-    table = [{"prompt": chat("1+1?"), "answer": "2"}, {"prompt": [{"role": "system", "content": "x"}], "answer": "2"}]
-    path = write_rows(tmp_path / "train.jsonl", table)
-    template = "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}a#"
-    rows, summary = load(algo, path, tokenizer_with_bos(template), prompt_column="prompt")
-    assert [row["prompt"] for row in rows] == ["xa#"] and summary == f"{path} (chat): 1 rows, 1 left out"
+def test_a_template_gets_its_arguments(algo, tmp_path):
+    path = write_rows(tmp_path / "train.jsonl", [{"question": "1+1?", "answer": "2"}])
+    template = TEMPLATE + "{% if not enable_thinking %}<no>{% endif %}{{ style }}"
+    flags = {"chat_template_args": '{"enable_thinking": true, "style": "terse"}', "reward": "r.py:f"}
+    for more, end in (flags, "a#terse"), ({"reward": "r.py:f"}, "a#<no>"):
+        (row,), _ = load(algo, path, tokenizer_with_bos(template), **more)
+        assert row["prompts"] == "<eos2>u#1+1?\n" + end
+
+
+def test_an_eos_that_the_tokenizer_appends_to_a_prompt_goes(algo, tmp_path):
+    path = write_rows(tmp_path / "train.jsonl", [{"question": "1+1?", "answer": "2"}])
+    tokenizer = make_tokenizer()
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+    assert tokenizer("1")["input_ids"][-1] == tokenizer.eos_token_id == 1
+    (row,), _ = load(algo, path, tokenizer, prompt_suffix="")
+    assert row["input_ids"] == make_tokenizer()("1+1?")["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["train.jsonl.gz", "train.tsv", "a folder from the hub"])
+def test_what_datasets_reads_is_read(algo, tmp_path, name):
+    rows, path = toy_rows(3), tmp_path / name
+    if name.endswith("hub"):
+        (path / "data").mkdir(parents=True)
+        (path / "README.md").write_text("---\nlicense: mit\n---\nQuestions.\n")
+        datasets.Dataset.from_list(rows).to_parquet(path / "data" / "train-00000-of-00001.parquet")
+    elif name.endswith("gz"):
+        with gzip.open(path, "wt") as file:
+            file.write("\n".join(map(json.dumps, rows)))
+    else:
+        path.write_text("\n".join(["question\tanswer", *("\t".join(row.values()) for row in rows)]))
+    found, _ = load(algo, path, reward="r.py:f")
+    assert [row["prompts"] for row in found] == [row["question"] for row in rows]
 
 
 def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
@@ -232,11 +261,13 @@ def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": text, "answer": str(i)} for i, text in enumerate(texts)])
     flags = {"max_prompt_length": 7, "prompt_column": "prompt", "prompt_suffix": ""}
     rows, summary = load(algo, path, **flags)
-    assert summary == f"{path} (text): 2 rows, 3 left out"
-    assert [(row["prompt"], row["answer"]) for row in rows] == [("a" * 7, "0"), ("d", "4")]
-    # The BOS counts.
+    assert summary == f"{path} (text): 2 rows, 2 distinct, 3 left out"
+    assert [(row["prompts"], row["answers"]) for row in rows] == [("a" * 7, "0"), ("d", "4")]
+    # The BOS counts, but does not make a prompt of an empty text; the request of the reward does not either.
     rows, summary = load(algo, path, tokenizer_with_bos(None), **flags)
-    assert [row["prompt"] for row in rows] == ["", "d"] and "3 left out" in summary
+    assert [row["prompts"] for row in rows] == ["d"] and "4 left out" in summary
+    rows, _ = load(algo, path, prompt_column="prompt")
+    assert len(rows) == 4
 
 
 # --- numbers: of responses, see test_math.py -------------------------------------------------------------------------
@@ -267,7 +298,7 @@ def load_gold(algo, gold):
     """The answer of the only row, as `gsm8k` gets it."""
     table = datasets.Dataset.from_list([{"question": "1+1?", "answer": gold}])
     ((row,), _) = algo.load_prompts("rows", table, algo.Args(model="none"), make_tokenizer())
-    return row["answer"]
+    return row["answers"]
 
 
 @pytest.mark.parametrize("gold, number", GOLDS)
@@ -322,6 +353,28 @@ def test_a_row_without_the_answer_that_the_reward_needs(refused, tmp_path, flag)
     assert line == f"error: {path}, row 6: --reward gsm8k needs one number as the reference answer, not {shown}"
 
 
+NO_PROMPTS = {
+    "null": None,
+    "a number": 5,
+    "an empty chat": [],
+    "content in parts": [{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}],
+    "a message without a text": [*chat("1+1?"), {"role": "user", "content": None}],
+    "ShareGPT": [{"from": "human", "value": "1+1?"}],
+    "its own answer": chat("1+1?", "2"),
+}
+
+
+@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
+@pytest.mark.parametrize("prompt", NO_PROMPTS.values(), ids=NO_PROMPTS)
+def test_what_is_no_prompt(refused, tmp_path, prompt, flag):
+    path = str(tmp_path / "rows.parquet")
+    datasets.Dataset.from_list([{"prompt": prompt, "answer": "1"}]).to_parquet(path)
+    other = write_rows(tmp_path / "other.jsonl", [{"prompt": "1+1?", "answer": "2"}])
+    line = refused(prompt_column="prompt", **({"dataset": other, "eval_dataset": other} | {flag: path}))
+    sentence = "a prompt is a text, or a chat of texts that the user ends, not"
+    assert line == f"error: {path}, row 1: {sentence} {prompt!r}"
+
+
 def test_gsm8k_without_answers(refused, toy_data, monkeypatch, algo):
     monkeypatch.setattr("sys.argv", ["script.py", "--model", "m", "--answer-column", "None"])
     line = refused(reward="gsm8k", answer_column=algo.parse_args().answer_column)
@@ -347,7 +400,7 @@ def test_named_test_data_that_are_not_there(algo, toy_run, tmp_path, monkeypatch
 
 
 def test_no_prompt_within_the_limit(refused, toy_data):
-    sentence = "every prompt is empty, has lost its last message, or is longer than 5 tokens (--max-prompt-length)"
+    sentence = "every prompt is empty or has more than 5 tokens (--max-prompt-length)"
     assert refused(max_prompt_length=5) == f"error: {toy_data}: {sentence}"
 
 
@@ -372,14 +425,14 @@ def test_gsm8k_raw_and_in_verls_form_are_the_same_rows(algo, data_dir, split, si
     """No gold is refused; the request is verl's, word for word; gold solutions score 1, a neighbour's hardly ever."""
     tokenizer, file = word_tokenizer(), data_dir / "gsm8k" / f"{split}.jsonl"
     raw, summary = load(algo, file, tokenizer, prompt_suffix="")
-    assert len(raw) == size and summary.endswith(f"(text): {size} rows, 0 left out")
+    assert len(raw) == size and summary.endswith(f"(text): {size} rows, {size} distinct, 0 left out")
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     verl, summary = load(algo, data_dir / "gsm8k_verl" / f"{split}.parquet", tokenizer, **VERLS)
-    assert len(verl) == size and f"(chat): {size} rows, 0 left out" in summary
-    assert [row["prompt"] for row in verl] == [f"<user>{row['prompt']}{REQUEST}<assistant>" for row in raw]
+    assert len(verl) == size and f"(chat): {size} rows, {size} distinct, 0 left out" in summary
+    assert [row["prompts"] for row in verl] == [f"<user>{row['prompts']}{REQUEST}<assistant>" for row in raw]
     chats, _ = load(algo, file, tokenizer)
-    assert [(row["prompt"], row["input_ids"]) for row in chats] == [(x["prompt"], x["input_ids"]) for x in verl]
-    solutions, answers = [row["answer"] for row in raw], [row["answer"] for row in verl]
+    assert [(row["prompts"], row["input_ids"]) for row in chats] == [(x["prompts"], x["input_ids"]) for x in verl]
+    solutions, answers = [row["answers"] for row in raw], [row["answers"] for row in verl]
     assert [algo.gsm8k_number(text) for text in solutions] == [float(answer.replace(",", "")) for answer in answers]
     for gold in (solutions, answers):
         assert algo.gsm8k(solutions, solutions, gold) == [1.0] * size

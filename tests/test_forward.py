@@ -6,8 +6,16 @@ import random
 import pytest
 import torch
 from conftest import copies, each_script, make_model, make_tokenizer, read_metrics, refusal
+from safetensors.torch import load_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+)
 
 pytestmark = copies("ppo_llm", "grpo_llm")  # the sharded script samples and loads with the ranks of a group
 EOS, EOS2, FIRST_CHAR = 1, 2, 3
@@ -38,7 +46,7 @@ def load_critic(algo, folder, lora_rank=0):
 def with_a_head(critic):
     """A new head is zero, and every value would agree with every other."""
     torch.manual_seed(1)
-    for p in getattr(critic.model, critic.head_name).parameters():
+    for p in critic.model.score.parameters():
         torch.nn.init.normal_(p)
     return critic
 
@@ -104,7 +112,7 @@ def test_chunks_change_neither_results_nor_gradients(algo, model):
     policy, sizes = algo.Policy(model, 0.7).train(), []
     assert policy.chunk_elements == 2**26  # 256 MiB, as chapter 14 reckons
     weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
-    model.get_output_embeddings().register_forward_hook(lambda m, i, logits: sizes.append(tuple(logits.shape)))
+    model.get_output_embeddings().register_forward_hook(lambda m, i, logits: sizes.append(tuple(logits[0].shape)))
 
     def run(chunk_elements):
         policy.chunk_elements, sizes[:] = chunk_elements, []
@@ -151,7 +159,8 @@ def test_a_training_pass_keeps_no_cache(algo, model, critic):
     for network in model, critic.model:
         network.base_model.register_forward_hook(lambda module, inputs, output: passes.append(output))
     algo.Policy(model, 1.0)(*batch), critic(*batch)
-    assert [output.past_key_values for output in passes] == [None, None]
+    # Of the policy twice, as its head is the model's own pass over what the backbone has returned.
+    assert [output.past_key_values for output in passes] == [None, None, None]
 
 
 @copies("ppo_llm")
@@ -185,11 +194,12 @@ def test_bfloat16_autocast_returns_float32(algo, model, critic):
 
 @copies("ppo_llm")
 def test_values_equal_bare_prefixes(algo, critic):
-    """Of the state before the action: the text up to and with position i, through the plain class."""
+    """Of the state before the action: the text up to and with position i."""
     tokens, mask = make_batch(algo)
-    values = critic.eval()(tokens, mask)  # the plain class has a dropout of its own before the head
+    values = critic.eval()(tokens, mask)
     for i, t in mask.nonzero().tolist():
-        expected = plain_logits(critic.model, tokens[i, : t + 1].tolist())[-1, 0]
+        with torch.no_grad():
+            expected = critic.model.score(critic.model(tokens[i : i + 1, : t + 1]).last_hidden_state[0, -1])
         assert values[i, t].item() == pytest.approx(expected.item(), abs=2e-5)
     assert values.dtype == torch.float32 and not values[~mask].any() and values[mask].std() > 0.1
 
@@ -204,13 +214,12 @@ def test_critic_keeps_the_head_its_checkpoint_brings(algo, critic, tmp_path):
 @copies("ppo_llm")
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_trained_critic_is_its_frozen_weights_and_what_is_saved(algo, folder, tmp_path, lora_rank):
-    """With LoRA the head is trained whole; the folder reloads with the plain class."""
+    """With LoRA the head is trained whole; the folder reloads as the guide says, without the script."""
     critic, (tokens, mask) = load_critic(algo, folder, lora_rank), make_batch(algo)
-    assert critic.head_name == ("score" if "llama" in folder else "classifier")
     assert not critic(tokens, mask).any()  # a new head is zero
     start = {name: p.clone() for name, p in critic.model.named_parameters()}
     trained = {name: p for name, p in critic.model.named_parameters() if p.requires_grad}
-    assert lora_rank == 0 or all("lora_" in name or critic.head_name in name for name in trained)
+    assert lora_rank == 0 or all("lora_" in name or "score." in name for name in trained)
     optimizer = torch.optim.SGD(trained.values(), lr=0.1)
     for _ in range(3):  # the head moves first, then B, then A
         optimizer.zero_grad()
@@ -218,11 +227,32 @@ def test_a_trained_critic_is_its_frozen_weights_and_what_is_saved(algo, folder, 
         optimizer.step()
     assert trained.keys() == {n for n, p in critic.model.named_parameters() if not torch.equal(p, start[n])}
     critic.model.save_pretrained(tmp_path)
-    options = {"num_labels": 1} if lora_rank else {}  # an adapter's folder has no config of the model
-    plain = AutoModelForTokenClassification.from_pretrained(tmp_path, **options).eval()
+    plain = AutoModel.from_pretrained(folder if lora_rank else tmp_path).eval()
+    plain.score = torch.nn.Linear(plain.get_input_embeddings().embedding_dim, 1)
+    if lora_rank:
+        plain.load_adapter(tmp_path)
+    else:
+        load_model(plain, tmp_path / "model.safetensors")
     with torch.no_grad():
-        values, expected = critic(tokens, mask), torch.where(mask, plain(tokens).logits[..., 0], 0)
+        expected = torch.where(mask, plain.score(plain(tokens).last_hidden_state)[..., 0], 0)
+        values = critic(tokens, mask)
     assert values.abs().max() > 0.1 and torch.allclose(values, expected, atol=2e-5)
+
+
+@copies("ppo_llm")
+@pytest.mark.parametrize("kind", [AutoModelForTokenClassification, AutoModelForSequenceClassification])
+def test_a_critic_begins_with_the_head_of_a_classifier(algo, folder, tmp_path, kind):
+    """Of a critic of version 0.3, or of a reward model. transformers calls it score or classifier."""
+    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    torch.manual_seed(2)
+    plain = kind.from_config(config)
+    plain.save_pretrained(tmp_path)
+    head = plain.score if hasattr(plain, "score") else plain.classifier
+    critic = load_critic(algo, str(tmp_path))
+    assert torch.equal(critic.model.score.weight, head.weight) and head.weight.any()
+    assert torch.equal(critic.model.score.bias, torch.zeros(1) if head.bias is None else head.bias)
+    backbone = {name: p for name, p in plain.base_model.named_parameters()}
+    assert all(torch.equal(p, backbone[name]) for name, p in critic.model.named_parameters() if "score" not in name)
 
 
 # --- Loading ---------------------------------------------------------------------------------------------------------

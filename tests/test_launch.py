@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from conftest import TINY, as_flags, each_script, forked, launch, read_metrics, read_rows
 from ranks import be_program, run_ranks
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = each_script()
 
@@ -61,7 +62,7 @@ def test_the_console_says_what_runs(script, launched):
     assert json.loads((run_dir / "args.json").read_text())["num_processes"] == 2
     start = console[console.index(f"{script.name}: 2 process(es) on cpu, float32") :]
     assert len(start[: start.index("run folder")].splitlines()) <= 10
-    assert "EOS ids [1]" in start and "4000 rows, 0 left out; the first ends in '" in start
+    assert "EOS ids [1]" in start and "4000 rows, 4000 distinct, 0 left out; the first ends in '" in start
     batch = "8 x 8 responses in minibatches of 32" if script.stem == "grpo_llm" else "64 responses, minibatches of 32"
     assert f"batch      {batch}, 1 epoch(s)\n" in start
     coefficients = "0.0 in the reward, 0.001" if script.stem == "grpo_llm" else "0.001 in the reward, 0.0"
@@ -85,10 +86,11 @@ def test_the_run_folder_is_complete(script, launched):
     for name in ("final", *best):
         AutoModelForCausalLM.from_pretrained(run_dir / name)
         if script.stem != "grpo_llm":
-            critic = AutoModelForTokenClassification.from_pretrained(run_dir / name / "critic")
-            assert critic.config.num_labels == 1
+            AutoModel.from_pretrained(run_dir / name / "critic")
+            assert load_file(run_dir / name / "critic" / "model.safetensors")["score.weight"].shape[0] == 1
     completions = {path.stem: len(read_rows(path)) for path in (run_dir / "completions").iterdir()}
-    assert completions == {"eval_000000": 60, "eval_000001": 60, "step_000001": 64}
+    evaluations = dict.fromkeys(("eval_000000", "eval_sampled_000000", "eval_000001", "eval_sampled_000001"), 60)
+    assert completions == {"step_000001": 64} | evaluations
 
 
 @pytest.mark.once
@@ -167,7 +169,7 @@ def test_a_callers_file_by_two_processes_is_that_by_one_and_is_kept(script, toy_
         assert json.loads((run_dir / "args.json").read_text())["script"] == "mine.py"
         m = read_metrics(run_dir)[1]  # here the KL is still 0
         assert m["reward/total_mean"] == pytest.approx(m["reward/mean"] / 2, rel=1e-5) and m["reward/mean"] > 0
-    assert texts[0] == texts[1] and len(texts[0]) == 7 + 7 + 8
+    assert texts[0] == texts[1] and len(texts[0]) == 4 * 7 + 8
 
 
 @pytest.mark.once
@@ -180,7 +182,7 @@ def test_what_every_rank_finds_is_one_sentence(script, toy_flags, tmp_path):
 
 @pytest.mark.once
 def test_what_one_rank_finds_that_rank_prints(script, toy_flags, tmp_path):
-    reward = "import os\ndef f(p, r, a): return [float('inf') if os.environ['RANK'] == '1' else 0.0] * len(p)\n"
+    reward = "import os\ndef f(prompts): return [float('inf') if os.environ['RANK'] == '1' else 0.0] * len(prompts)\n"
     (tmp_path / "one_reward.py").write_text(reward)
     flags = toy_flags | {"reward": f"{tmp_path}/one_reward.py:f", "output_dir": tmp_path}
     code, console = forked(script, flags, timeout=200)

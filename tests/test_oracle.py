@@ -90,7 +90,7 @@ def log_probs(model, weights, prompt, answer, temperature):
 
 def values_of(backbone, weights, prompt, answer):
     """Of the states in which the answer's tokens are chosen."""
-    inner = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
+    inner = {name: value for name, value in weights.items() if not name.startswith("score.")}
     hidden = torch.func.functional_call(backbone, inner, (torch.tensor([prompt + answer]),)).last_hidden_state[0]
     return hidden[len(prompt) - 1 : -1] @ weights["score.weight"][0] + weights["score.bias"]
 
@@ -165,7 +165,7 @@ class Oracle:
         self.backbone = AutoModel.from_pretrained(flags["model"]).double().eval()
         self.base = {"actor": {name: p.detach() for name, p in self.model.named_parameters()}}
         head = {"score.weight": torch.zeros(1, self.model.config.hidden_size), "score.bias": torch.zeros(1)}
-        inner = {f"model.{name}": p.detach() for name, p in self.backbone.named_parameters()}
+        inner = {name: p.detach() for name, p in self.backbone.named_parameters()}
         self.base["critic"] = inner | {name: p.double() for name, p in head.items()}
         self.weights = {"actor": {}, "critic": {}}
         for (which, name), p in start.items():

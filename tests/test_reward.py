@@ -21,14 +21,14 @@ def load(algo, tmp_path, monkeypatch):
     return loader
 
 
-def score(algo, reward_function, texts):
+def score(algo, reward_function, texts, is_chat=False):
     """Scores of `texts` as responses, as `main` asks for them."""
     tokenizer = make_tokenizer()
     rows = []
     for i in range(len(texts)):
         messages = [{"role": "user", "content": f"ask {i}"}]
-        columns = {"level": i, "unused": None, "answers": "of the data", "messages": messages}
-        rows.append({"prompt": f"p{i}", "answer": str(i), "columns": columns})
+        row = {"level": i, "unused": None, "prompts": f"p{i}", "answers": str(i), "messages": messages}
+        rows.append(row | {"is_chat": is_chat, "input_ids": [5]})
     responses = [algo.Response(tokenizer(text)["input_ids"] + [1], [], False) for text in texts]
     found, scores = algo.compute_scores(reward_function, tokenizer, rows, responses)
     assert found == texts  # without the EOS
@@ -134,11 +134,11 @@ def test_a_path_may_be_relative_or_linked(algo, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path / "other"), *sys.path])
     monkeypatch.chdir(tmp_path)
     for place in ("reward_right_here", "there/reward_further_down", "there/reward_that_is_linked"):
-        (tmp_path / f"{place}.py").write_text("def early(p, r, a): return [1]\n")
+        (tmp_path / f"{place}.py").write_text("def early(): return [1]\n")
     (tmp_path / "here").symlink_to(tmp_path / "there")
     (tmp_path / "reward_link.py").symlink_to(tmp_path / "there" / "reward_that_is_linked.py")
     for place in ("reward_right_here", "there/reward_further_down", "here/reward_that_is_linked", "reward_link"):
-        assert algo.load_reward(f"{place}.py:early")(["p"], ["r"], [None]) == [1]
+        assert algo.load_reward(f"{place}.py:early")() == [1]
 
 
 def test_a_reward_by_name_and_one_by_its_file(algo, monkeypatch):
@@ -156,7 +156,6 @@ def test_columns_are_passed_when_they_are_named(algo):
 
     def plain(prompts, responses, answers):
         given.append((prompts, [*responses], answers))
-        responses.clear()  # `score` sees that the texts are what they were
         return [1, 2]
 
     def level(prompts, responses, answers, level):
@@ -165,12 +164,16 @@ def test_columns_are_passed_when_they_are_named(algo):
     def messages(prompts, responses, answers, *, messages):
         return [len(m[0]["content"]) for m in messages]
 
-    def hungry(prompts, responses, answers, absent=5, **columns):
-        assert not columns
-        return [absent] * len(prompts)
+    def hungry(answers, absent=5, **others):
+        assert others["level"] == [0, 1] and others["tokens"][0][-1] == 1 and others["unused"] == [None, None]
+        return [absent] * len(answers)
+
+    def ids(tokens, *, responses):
+        return [len(row) - len(text) for row, text in zip(tokens, responses)]
 
     assert score(algo, plain, ["a", "b"]) == [1.0, 2.0]
-    assert given == [(["p0", "p1"], ["a", "b"], ["0", "1"])]  # not the column `answers`
+    assert given == [(["p0", "p1"], ["a", "b"], ["0", "1"])]
+    assert score(algo, ids, ["a", "b"]) == [1, 1]  # the EOS
     assert score(algo, level, ["a"]) == [0.0] and score(algo, level, ["a", "b"]) == [0.0, 1.0]
     assert score(algo, messages, ["a", "b"]) == [5.0, 5.0]
     assert score(algo, hungry, ["a", "b"]) == [5.0, 5.0]
@@ -178,9 +181,43 @@ def test_columns_are_passed_when_they_are_named(algo):
 
 
 def test_scores_may_be_anything_that_is_a_number(algo):
-    assert score(algo, lambda p, r, a: torch.tensor([1.5, 2.0]), ["a", "b"]) == [1.5, 2.0]
-    assert score(algo, lambda p, r, a: [True, "3"], ["a", "b"]) == [1.0, 3.0]
-    assert score(algo, lambda p, r, a: (len(x) for x in r), ["a", "bb"]) == [1.0, 2.0]
+    assert score(algo, lambda: torch.tensor([1.5, 2.0]), ["a", "b"]) == [1.5, 2.0]
+    assert score(algo, lambda prompts: [True, "3"], ["a", "b"]) == [1.0, 3.0]
+    assert score(algo, lambda responses: (len(x) for x in responses), ["a", "bb"]) == [1.0, 2.0]
+
+
+# As people paste them.
+def trl_order(prompts, completions, completion_ids, **kwargs):
+    assert completion_ids[0][-1] == 1 and kwargs["level"] == [0, 1] and "answers" in kwargs
+    return [float(prompt == f"p{i}") + len(text) for i, (prompt, text) in enumerate(zip(prompts, completions))]
+
+
+def trl_chats(prompts, completions, level, **kwargs):
+    assert [prompt[-1]["content"] for prompt in prompts] == ["ask 0", "ask 1"]
+    assert all(completion[0]["role"] == "assistant" for completion in completions)
+    return [len(completion[0]["content"]) + n for completion, n in zip(completions, level)]
+
+
+def trl_reversed(completions, prompts, level):
+    return [len(text) + len(prompt) + n for text, prompt, n in zip(completions, prompts, level)]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+
+def test_a_reward_as_trl_has_it_runs_as_it_is(algo):
+    assert score(algo, trl_order, ["a", "bcd"]) == [2, 4]
+    assert score(algo, trl_chats, ["a", "bcd"], is_chat=True) == [1, 4]
+    assert score(algo, trl_reversed, ["a", "bcd"]) == [3, 6]
+    assert score(algo, lambda completions, **kwargs: map(len, completions), ["a", "bcd"]) == [1, 3]
+
+
+@pytest.mark.parametrize("function", [compute_score, lambda completions, answer: [1.0] * 2, lambda p, r, a: [1.0] * 2])
+def test_what_a_reward_asks_for_must_be_there(algo, function):
+    """By these names: nothing is passed by position, where it would be another list."""
+    with pytest.raises(TypeError, match=r"missing [123] required positional argument"):
+        score(algo, function, ["a", "b"])
 
 
 # --- what it may do wrong --------------------------------------------------------------------------------------------
@@ -190,7 +227,7 @@ def test_scores_may_be_anything_that_is_a_number(algo):
 def test_scores_that_are_refused(algo, scores):
     """Shown shortened."""
     sentence = f"error: the reward must return 3 finite numbers, not these {len(scores)}: {str(scores)[:300]}"
-    assert refusal(lambda: score(algo, lambda *args: scores, ["a", "b", "c"])) == sentence
+    assert refusal(lambda: score(algo, lambda: scores, ["a", "b", "c"])) == sentence
 
 
 @pytest.mark.parametrize("stem", ["math", "torch"])
@@ -206,11 +243,11 @@ def test_a_reward_file_named_like_a_module(load, stem):
 
 
 def test_completions_are_sorted_and_written_by_the_main_process_alone(algo, tmp_path):
-    rows, path = [{"prompt": "é", "answer": None}, {"prompt": "a", "answer": "1"}], tmp_path / "rows.jsonl"
-    columns = {"response": ["x", "y"], "score": [0.0, 1.0]}
-    algo.write_completions(path, rows, columns, SimpleNamespace(is_main_process=False))
-    assert not path.exists()
-    algo.write_completions(path, rows, columns, SimpleNamespace(is_main_process=True))
+    rows, path = [{"prompts": "é", "answers": None}, {"prompts": "a", "answers": "1"}], tmp_path / "completions"
+    path.mkdir()
+    for main in False, True:
+        assert not [*path.iterdir()]
+        algo.write_completions(tmp_path, "eval", rows, ["x", "y"], [0.0, 1.0], SimpleNamespace(is_main_process=main))
     lines = '{"prompt": "a", "answer": "1", "response": "y", "score": 1.0}'
     lines += '\n{"prompt": "é", "answer": null, "response": "x", "score": 0.0}'
-    assert path.read_text() == lines
+    assert (path / "eval.jsonl").read_text() == lines

@@ -53,7 +53,7 @@ def runs(tmp_path_factory):
         fields = FLAGS | {"output_dir": folder, "run_name": name, "reward": f"{folder}/reward.py:digits"} | flags
         code, console = launch(folder / f"{script}_llm.py", fields, processes, cwd=folder)
         assert code == 0 and f"{processes} process(es)" in console, console
-        files = [read_rows(path) for path in sorted((folder / name / "completions").glob("*.jsonl"))]
+        files = {path.stem: read_rows(path) for path in sorted((folder / name / "completions").glob("*.jsonl"))}
         found[name] = read_metrics(folder / name), files
     return found
 
@@ -76,15 +76,17 @@ def test_greedy_answers_are_those_of_generate(runs, tmp_path):
     code, console = launch(ROOT / "grpo_llm.py", flags | {"output_dir": tmp_path, "run_name": "plain"}, 1)
     assert code == 0, console
     plain = read_rows(tmp_path / "plain" / "completions" / "eval_000000.jsonl")
-    engine = runs["one"][1][0]
+    engine = runs["one"][1]["eval_000000"]
     assert len(plain) == 33 and [row["response"] for row in plain] == [row["response"] for row in engine]
-    assert [row["response_sampled"] for row in plain] != [row["response_sampled"] for row in engine]  # other noise
+    sampled = read_rows(tmp_path / "plain" / "completions" / "eval_sampled_000000.jsonl")
+    other = next(rows for name, rows in runs["one"][1].items() if name.startswith("eval_sampled"))
+    assert [row["response"] for row in sampled] != [row["response"] for row in other]  # other noise
 
 
 def test_what_is_cut_off_is_truncated(runs):
     """Scores are at least 0, the penalty is 2: the rows below 0 are those that the metric counts."""
     metrics, files = runs["one"]
-    (*_, batch) = (rows for rows in files if "score_sampled" not in rows[0])
+    (*_, batch) = (rows for name, rows in files.items() if name.startswith("step"))
     cut = [row["score"] < 0 for row in batch]
     fractions = column(metrics, "response/truncated_frac")
     assert fractions[-1] == pytest.approx(sum(cut) / len(cut)) and sum(cut) > 0 and max(fractions) < 1
