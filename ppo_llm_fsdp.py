@@ -940,7 +940,7 @@ def read_splits(source):
     """{split: table} of a file (all of it is `train`), a folder saved by `datasets`, or a hub id `name[:config]`."""
     path = Path(source)
     if path.is_file():
-        return datasets.load_dataset(str(path.parent), data_files=path.name)
+        return datasets.load_dataset(str(path.absolute().parent), data_files=path.name)
     try:
         saved = datasets.load_from_disk(source)
     except FileNotFoundError:
@@ -966,10 +966,9 @@ def load_prompts(source, table, args, tokenizer):
     """
     if table is None:
         return [], "no test data (--eval-dataset)"
-    names = table.column_names
     for column in args.prompt_column, args.answer_column:
-        if column is not None and column not in names:
-            fail(f"{source} has no column {column}; choose --prompt-column and --answer-column from {', '.join(names)}")
+        if column not in [None, *table.column_names]:
+            fail(f"{source} has no column {column}; choose --prompt-column, --answer-column from {table.column_names}")
     use_chat = bool(tokenizer.chat_template) and args.chat_template != "none"
     rows = []
     for number, record in enumerate(table.to_list(), 1):
@@ -982,7 +981,7 @@ def load_prompts(source, table, args, tokenizer):
         messages = to_messages(prompt, args)
         kinds = {type(message.get("content")) for message in messages} if isinstance(messages, list) else set()
         if kinds != {str} or messages[-1].get("role") == "assistant":
-            fail(f"{source}, row {number}: a prompt is a text, or a chat of texts that the user ends, not {prompt!r}")
+            fail(f"{source}, row {number}: a prompt is a text or a chat of texts that awaits an answer, not {prompt!r}")
         if use_chat:
             options = {"tokenize": False, "add_generation_prompt": True} | json.loads(args.chat_template_args)
             text = tokenizer.apply_chat_template(messages, **options)

@@ -244,6 +244,17 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def answers_of(row, kind):
+    """[prompt, response, score] of a row of 0.3, where pass_at_k has lists and multi_reward a column a score."""
+    responses, scores = row.get(f"response{kind}"), row.get(f"score{kind}")
+    names = [name for name in row if name.startswith("score/") and name.endswith("_sampled") == bool(kind)]
+    if names:
+        scores = {name.removeprefix("score/").removesuffix("_sampled"): row[name] for name in names}
+    if not isinstance(responses, list):
+        responses, scores = [responses], [scores]
+    return [[row["prompt"], response, score] for response, score in zip(responses, scores)]
+
+
 def compare(old, new, most=0.0):
     """(what differs by more than `most`, names that only the old side has, names that only the new one has)."""
     differences, gone, added = [], set(), set()
@@ -257,9 +268,9 @@ def compare(old, new, most=0.0):
     for path in sorted((old / "completions").iterdir()):
         for kind in "", "_sampled":  # in 0.3, one file has both the greedy and the sampled responses of an evaluation
             other = new / "completions" / path.name.replace("eval", f"eval{kind}")
-            before = [[row["prompt"], row.get(f"response{kind}"), row.get(f"score{kind}")] for row in read_lines(path)]
-            after = [[row[name] for name in ("prompt", "response", "score")] for row in read_lines(other)]
-            if (not kind or path.name.startswith("eval")) and sorted(before) != sorted(after):
+            before = sorted(str(answer) for row in read_lines(path) for answer in answers_of(row, kind))
+            after = sorted(str([row[name] for name in ("prompt", "response", "score")]) for row in read_lines(other))
+            if (not kind or path.name.startswith("eval")) and before != after:
                 differences.append(f"{other.name} has other completions")
     return differences, sorted(gone), sorted(added)
 

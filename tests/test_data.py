@@ -241,7 +241,7 @@ def test_an_eos_that_the_tokenizer_appends_to_a_prompt_goes(algo, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["train.jsonl.gz", "train.tsv", "a folder from the hub"])
-def test_what_datasets_reads_is_read(algo, tmp_path, name):
+def test_what_datasets_reads_is_read(algo, tmp_path, name, monkeypatch):
     rows, path = toy_rows(3), tmp_path / name
     if name.endswith("hub"):
         (path / "data").mkdir(parents=True)
@@ -252,8 +252,10 @@ def test_what_datasets_reads_is_read(algo, tmp_path, name):
             file.write("\n".join(map(json.dumps, rows)))
     else:
         path.write_text("\n".join(["question\tanswer", *("\t".join(row.values()) for row in rows)]))
-    found, _ = load(algo, path, reward="r.py:f")
-    assert [row["prompts"] for row in found] == [row["question"] for row in rows]
+    monkeypatch.chdir(tmp_path)
+    for source in path, name:
+        found, _ = load(algo, source, reward="r.py:f")
+        assert [row["prompts"] for row in found] == [row["question"] for row in rows]
 
 
 def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
@@ -340,7 +342,7 @@ def refused(algo, toy_run, tmp_path, monkeypatch):
 )
 def test_a_column_that_is_missing(refused, tmp_path, row, flags, missing):
     path = write_rows(tmp_path / "rows.jsonl", [row])
-    there = f"choose --prompt-column and --answer-column from {', '.join(row)}"
+    there = f"choose --prompt-column, --answer-column from {[*row]}"
     assert refused(dataset=path, **flags) == f"error: {path} has no column {missing}; {there}"
 
 
@@ -371,7 +373,7 @@ def test_what_is_no_prompt(refused, tmp_path, prompt, flag):
     datasets.Dataset.from_list([{"prompt": prompt, "answer": "1"}]).to_parquet(path)
     other = write_rows(tmp_path / "other.jsonl", [{"prompt": "1+1?", "answer": "2"}])
     line = refused(prompt_column="prompt", **({"dataset": other, "eval_dataset": other} | {flag: path}))
-    sentence = "a prompt is a text, or a chat of texts that the user ends, not"
+    sentence = "a prompt is a text or a chat of texts that awaits an answer, not"
     assert line == f"error: {path}, row 1: {sentence} {prompt!r}"
 
 

@@ -586,6 +586,17 @@ def test_a_tools_results_are_inserted(variant, train, folder, monkeypatch, tmp_p
     assert response.truncated and sum(x != algo.NOT_SAMPLED for x in response.logprobs) == 30
 
 
+def test_shared_prompts_want_full_attention(variant, tmp_path):
+    """In a hybrid, or within a window, siblings would read each other without a word."""
+    from transformers import AutoModelForCausalLM
+
+    families = load_script(ROOT / "benchmarks" / "families.py")
+    for name in "lfm2", "mistral":
+        families.make_model(name, tmp_path / name)
+        model = variant("shared_prompt").load_model(str(tmp_path / name), AutoModelForCausalLM)
+        assert "needs full attention in every layer" in refusal(lambda: variant("shared_prompt").Policy(model, 1.0))
+
+
 def test_shared_prompts_give_the_same_gradients(variant, train, folder):
     from transformers import AutoModelForCausalLM
 

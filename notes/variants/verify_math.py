@@ -9,9 +9,13 @@ without $, a solution with \\boxed{}. Names and words are not for it: letters ar
 
 Measured: the embedded task, one seed, 20 iterations: greedy .002 to .992, sampled .308 to .942.
 
+An answer of the data that the library cannot read is reported once, and every response to it scores 0: one odd row does
+not end a run in its third hour.
+
 The file may not be called math_verify.py: Python would then find it where it looks for the library.
 """
 
+import functools
 import logging
 import sys
 
@@ -24,19 +28,24 @@ SECONDS = 2  # each for reading and comparing: 9^{9^{9^9}} can be written, and w
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # else a line for each that took longer
 
 
-def gold(answer):
-    text = answer.rpartition("####")[2].strip()
+@functools.cache
+def gold(text):
+    """What the library reads in a reference answer; empty, and a line on stderr, if it is nothing."""
+    text = text.rpartition("####")[2].strip().replace("\\$", "")  # an escaped dollar is a currency, not LaTeX's mark
     if "$" not in text and "\\boxed" not in text:
         text = f"\\boxed{{{text}}}"  # x+1 is only read where LaTeX is expected
     parsed = parse(text, parsing_timeout=SECONDS)
     if not parsed:
-        raise ValueError(f"verify_math cannot read the answer {answer!r} of the data: correct it, or leave its row out")
+        print(f"verify_math cannot read the answer {text!r} of the data, so it scores 0", file=sys.stderr)
     return parsed
 
 
 def verify_math(prompts, responses, answers):
     """1.0 or 0.0 each; what cannot be read, or takes too long to compare, scores 0."""
-    golds = {answer: gold(answer) for answer in set(answers)}
-    parsed = [parse(response, parsing_timeout=SECONDS) for response in responses]
-    pairs = zip(answers, parsed)
-    return [float(verify(golds[answer], found, timeout_seconds=SECONDS)) for answer, found in pairs]
+    scores = []
+    for response, answer in zip(responses, answers):
+        if isinstance(answer, list) and len(answer) == 1:  # as some data sets write it
+            (answer,) = answer
+        found = parse(response, parsing_timeout=SECONDS)
+        scores.append(float(verify(gold(str(answer)), found, timeout_seconds=SECONDS)))
+    return scores
