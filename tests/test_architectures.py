@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 families = load_script(ROOT / "benchmarks" / "families.py")
 # One of each kind: plain, learned positions, tied, a cap, scales, a window, experts, and hybrids with linear attention,
-# convolutions, Mamba; two that read images, too.
+# convolutions, Mamba; two that read images, too; and one whose decoder has another name.
 CHOSEN = ["llama", "gpt2", "gpt_neox", "gemma2", "granite", "mistral", "gpt_oss", "qwen3_5", "lfm2", "falcon_h1"]
-CHOSEN += ["gemma3", "opt"]
+CHOSEN += ["gemma3", "opt", "llama4_text"]
 # What transformers does differently for a row alone, or by eager attention, and why.
 APART = {
     "falcon, alibi": "eager attention adds the bias twice, once of it in the mask",
@@ -29,6 +29,7 @@ REFUSED = {
     "recurrent_gemma": "refused: sampler and training pass differ",
 }
 LORA_REFUSED = {"llama4_text": "AttributeError"} | REFUSED
+SHARDED_REFUSED = dict.fromkeys(("mamba", "zamba2"), "RuntimeError: [rank")  # by fully_shard
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in families.FAMILIES if name not in CHOSEN]
 
 
@@ -51,11 +52,13 @@ def test_a_family_is_right_or_refused(name, folder_of):
     slow = name not in CHOSEN
     columns = [column for column in families.MODES if slow or column in ("GRPO", "PPO")]
     found = families.try_family(name, folder_of(name), columns)
-    alike, total = map(int, found.pop("greedy").split("/"))
-    assert float(found.pop("pass")) < 1e-5 or name in APART or name in REFUSED, found
+    alike, total = found.pop("greedy").partition("/")[::2]
+    assert float(found.pop("pass")) < 2e-5 or name in APART or name in REFUSED, found
     assert alike == total or name in REFUSED, (alike, total)
     for column, value in found.items():
         refused = (LORA_REFUSED if "LoRA" in column else REFUSED).get(name)
+        if column == "sharded" and name in SHARDED_REFUSED:
+            refused = SHARDED_REFUSED[name]
         if column == "reload":
             assert value == ("-" if refused else "yes")
         elif refused:

@@ -26,7 +26,7 @@ def keep(kept, function):
     return wrapper
 
 
-def test_the_core_computes_what_ppo_llm_does(tmp_path):
+def test_the_core_computes_what_ppo_llm_does(tmp_path, capsys):
     """By the same rollouts, in the order in which ppo_llm.py takes its minibatches. In the second iteration actor and
     reference differ, so that the KL counts, and the values are not 0."""
     ppo = load_script(ROOT / "ppo_llm.py")
@@ -46,10 +46,13 @@ def test_the_core_computes_what_ppo_llm_does(tmp_path):
 
     patched = {"sample": lambda *_: samples.pop(0), "score": lambda *_: scores.pop(0), "evaluate": lambda *_: 0.0}
     patched |= {"step": step, "BATCH_SIZE": BATCH, "MINIBATCH_SIZE": MINIBATCH}
+    capsys.readouterr()
     with mock.patch.multiple(tiny_ppo, **patched):
         tiny_ppo.main(seed=1, iterations=ITERATIONS)
+    printed = [float(kl) for kl in re.findall(r" KL (\S+) ", capsys.readouterr().out)]
     per_step = torch.tensor(steps).reshape(ITERATIONS, BATCH // MINIBATCH, 2, 2).mean(1)  # (iterations, network, 2)
     logged = read_metrics(tmp_path / "run")[1:]
+    assert printed == pytest.approx([metrics["kl/mean"] for metrics in logged], abs=2e-4) and printed[-1] > 5e-4
     for metrics, ((actor_loss, actor_norm), (critic_loss, critic_norm)) in zip(logged, per_step.tolist(), strict=True):
         assert actor_loss == pytest.approx(metrics["actor/loss"], abs=1e-4)
         assert critic_loss == pytest.approx(metrics["critic/loss"], rel=1e-4)
@@ -79,6 +82,21 @@ def test_the_sampler_draws_from_the_whole_distribution():
     with mock.patch.object(tiny_ppo, "MAX_RESPONSE_LENGTH", 1):
         tokens, _ = tiny_ppo.sample(model, rows)
     assert len({*tokens[:, -1].tolist()}) > 150
+
+
+def test_the_mask_is_the_response_up_to_its_eos():
+    """And nothing of the prompt, which is padded at its beginning."""
+    rows, tokenizer = tiny_ppo.read_rows("test.jsonl")[:4], tiny_ppo.tokenizer
+    torch.manual_seed(0)
+    model = tiny_ppo.AutoModelForCausalLM.from_pretrained(tiny_ppo.TINY / "model").eval()
+    tokens, mask = tiny_ppo.sample(model, rows)
+    prompts = [tokenizer(row["question"])["input_ids"] for row in rows]
+    width = max(map(len, prompts))
+    assert len({*map(len, prompts)}) > 1
+    for row, chosen in zip(tokens.tolist(), mask.tolist()):
+        response = row[width:]
+        end = response.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in response else len(response)
+        assert [i + 1 for i, is_action in enumerate(chosen) if is_action] == [*range(width, width + end)]
 
 
 # --- chapter 1, which builds the file
