@@ -5,7 +5,7 @@
     python benchmarks/faults.py delays 8         one process 20 seconds late at random points: the same weights?
     python benchmarks/faults.py soak 2000        2,000 iterations with everything on: memory, speed, file handles
     python benchmarks/faults.py disk 12          the disk is full at some moment, then larger; or read-only (as root)
-    python benchmarks/faults.py inputs 184       what users get wrong in data, models, rewards, flags, checkpoints
+    python benchmarks/faults.py inputs 183       what users get wrong in data, models, rewards, flags, checkpoints
 
 Two processes on CPU (`inputs`: one), the embedded model and small batches. The scripts take turns, with the fourth that
 they compose and, in `kills`, a variant with a state of its own; --scripts names fewer. They are copied first, so that
@@ -734,10 +734,10 @@ INPUTS = {
     ),
     # columns and answers
     "another column for the question": Case(
-        rows_of({"query": "1+1?", "answer": "2"}), "no column question; .*--prompt-column.* 'query', 'answer'"
+        rows_of({"query": "1+1?", "answer": "2"}), "no column question; .*--prompt-column.* .'query', 'answer'."
     ),
     "another column for the answer": Case(
-        rows_of({"question": "1+1?", "solution": "2"}), "no column answer; .*--answer-column.* 'question', 'solution'"
+        rows_of({"question": "1+1?", "solution": "2"}), "no column answer; .*--answer-column.* .'question', 'solution'."
     ),
     "a column with a typing error": Case(
         rows_of(QUESTION, flags="--prompt-column qestion"), "no column qestion; .*'question', 'answer'"
@@ -899,7 +899,8 @@ INPUTS = {
         adapter("final/critic", "--critic-model"), "ValueError: Unrecognized model in .*critic", only=PPO
     ),
     "an encoder": Case(
-        another("bert", "AutoModelForMaskedLM", **SMALL), r"sampler and training pass differ|model\.bert\."
+        another("bert", "AutoModelForMaskedLM", **SMALL, initializer_range=0.5),
+        r"sampler and training pass differ|model\.bert\.",
     ),
     "an encoder-decoder": Case(
         another("t5", "AutoModelForSeq2SeqLM", d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2), "T5Config"
@@ -1139,8 +1140,8 @@ INPUTS = {
     ),
     "a sampler with the weights of the start": Case(
         changed((ADDED, f"{ADDED}\n    sampler = __import__('copy').deepcopy(policy_model)"), SAMPLER),
-        "iteration 2: sampler and training pass differ by .* other weights",
-        steps=1,
+        "iteration [23]: sampler and training pass differ by .* other weights",
+        steps=2,
     ),
 }
 

@@ -57,7 +57,7 @@ def test_a_long_run_grows_neither_memory_nor_open_files(algo, toy_run, monkeypat
     [("an answer that is a time", "ppo_llm_fsdp", "named"), ("a reward of many types", "grpo_llm", "ran")],
 )
 def test_what_users_get_wrong(name, stem, verdict, tmp_path, monkeypatch):
-    """All of them, and all scripts: python benchmarks/faults.py inputs 184. The verdict is not reached by accident."""
+    """All of them, and all scripts: python benchmarks/faults.py inputs 183. The verdict is not reached by accident."""
     assert f"faults.py inputs {len(faults.INPUTS)} " in faults.__doc__
     found, said = faults.one_input(name, ROOT / f"{stem}.py", tmp_path / "case")
     assert found == verdict, said

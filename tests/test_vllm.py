@@ -99,7 +99,7 @@ def test_two_processes_are_one_and_shards_are_both(runs):
     for name in "two", "sharded":
         metrics, others = runs[name]
         assert column(metrics, "reward/mean") == column(one, "reward/mean")
-        for rows, same in zip(others, files, strict=True):
+        for rows, same in zip(others.values(), files.values(), strict=True):
             assert [row["response"] for row in rows] == [row["response"] for row in same]
         for a, b in zip(untimed(metrics), untimed(one), strict=True):
             for metric in a.keys() - {"rollout/logprob_diff"}:
