@@ -71,7 +71,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import MODEL_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-TINY = Path(__file__).resolve().parent / "benchmarks" / "tiny"
+TINY = Path(__file__).parent / "benchmarks/tiny"
 KLKind = Literal["k1", "k2", "k3"]
 LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 # What follows a prompt: token ids, a log-prob for each, and whether it was cut off. A token that the policy did not
@@ -123,7 +123,6 @@ class Args:
     critic_lr: float = 1e-5  # learning rate of the critic
     warmup_iterations: int = 0  # number of first iterations in which the learning rates rise from 0
     critic_warmup_iterations: int = 0  # number of first iterations that train only the critic
-    weight_decay: float = 0.0  # weight decay of AdamW
     max_grad_norm: float = 1.0  # scale gradients down to this global norm (0: never)
     clip_low: float = 0.2  # clip the ratio below 1 minus this
     clip_high: float = 0.2  # clip the ratio above 1 plus this
@@ -200,20 +199,25 @@ def main(args: Args):
     def wrap(module):
         """Shards a module over the processes. FSDP adds up the gradients in every backward pass."""
         if args.gradient_checkpointing:
-            module.model.gradient_checkpointing_enable({"use_reentrant": False})
+            module.model.gradient_checkpointing_enable()
         module.train()  # gradient checkpointing works only in this mode; dropout is 0 anyway
         return shard(module, mesh, bf16, args.offload)
 
     # `policy_model` is a plain transformers model, sampled from and saved. The module `policy` computes its log-probs.
-    policy_model = add_lora(load_model(args.model, AutoModelForCausalLM), args.lora_rank, task_type="CAUSAL_LM")
+    policy_model = load_model(args.model, AutoModelForCausalLM, args.lora_rank, task_type="CAUSAL_LM")
     policy = wrap(Policy(policy_model, args.temperature))
-    trainees = {"policy": (policy_model, make_optimizer(policy_model, args.weight_decay))}
+    trainees = {"policy": (policy_model, make_optimizer(policy_model))}
+
+    positions = getattr(policy_model.config.get_text_config(), "max_position_embeddings", math.inf)
+    longest = max(len(row["input_ids"]) for row in train_rows + test_rows)
+    if longest + args.max_response_length > positions:
+        fail(f"a prompt of {longest} tokens and --max-response-length exceed the {positions} positions of {args.model}")
 
     critic_model = load_critic(args.critic_model or args.model, args.lora_rank)
     critic = wrap(Critic(critic_model))
-    trainees["critic"] = (critic_model, make_optimizer(critic_model, args.weight_decay))
+    trainees["critic"] = (critic_model, make_optimizer(critic_model))
 
-    use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.6]
+    use_reference = args.kl_reward_coef + args.kl_loss_coef > 0  # [1.6]
     reference = policy  # with LoRA: the policy with its adapter switched off (phase 3)
     if use_reference and args.lora_rank == 0:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
@@ -334,7 +338,7 @@ def main(args: Args):
         # warm-up there are no actor steps, so the log shows an unchanged policy.
         new_logprobs = old_logprobs.repeat(args.ppo_epochs, 1, 1)  # (epochs,B,L)
         entropy = torch.zeros_like(new_logprobs)
-        actor_loss = torch.zeros((), device=device)
+        actor_loss = 0
         actor_norms = []
         actor_steps = steps if iteration > args.critic_warmup_iterations else []
         for epoch, k in actor_steps:
@@ -355,7 +359,7 @@ def main(args: Args):
             actor_norms.append(take_step("policy", args.lr * lr_factor))
 
         # 7. Critic update.
-        critic_loss = torch.zeros((), device=device)
+        critic_loss = 0
         critic_norms = []
         for _, k in steps:
             num_tokens, num_rows = counts[k]
@@ -424,7 +428,7 @@ def main(args: Args):
                 state["best_score"] = metrics["eval/score"]
                 save_models(run_dir / "best", trainees, tokenizer, accelerator)
         log(iteration, metrics, run_dir, accelerator)
-        stop = bool(gather_object(signals))  # a signal on any rank stops them all
+        stop = gather_object(signals)  # a signal on any rank stops them all
         if stop or (args.save_every and iteration % args.save_every == 0):
             path = run_dir / f"checkpoints/step_{iteration:06d}"
             save_checkpoint(path, trainees, state, args.keep_checkpoints, accelerator)
@@ -584,11 +588,13 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
 # --- Models ----------------------------------------------------------------------------------------------------------
 
 
-def load_model(name, model_class, new_head=(), **options):
+def load_model(name, model_class, lora_rank=0, **lora_options):
     """A model in float32 without dropout, from safetensors only and without remote code.
 
-    Missing weights are an error, except in a new head (names that start with `new_head`), which is set to zero. Only
-    rank 0 reads the weights, which `shard` then deals out; on other ranks they are on the device `meta`.
+    Missing weights are an error, except in the head of a new critic (`score`), which is set to zero. If lora_rank > 0,
+    the model is frozen and gets trainable low-rank matrices next to all its linear layers.
+
+    Only rank 0 reads the weights, which `shard` then deals out; on other ranks they are on the device `meta`.
     """
     if Path(name, "adapter_config.json").exists():
         fail(f"{name} is an adapter: merge it into its base model first")
@@ -598,34 +604,31 @@ def load_model(name, model_class, new_head=(), **options):
         if "drop" in key and isinstance(value, float):  # with dropout, two passes through the same weights would differ
             setattr(text_config, key, 0.0)
     if dist.get_rank() == 0:
-        options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
-        model, info = model_class.from_pretrained(name, config=config, **options)
+        options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+        renamed = {"^classifier": "score"}  # the value head of a critic or reward model has either name
+        model, info = model_class.from_pretrained(name, config=config, key_mapping=renamed, **options)
     else:
         build = model_class._from_config if issubclass(model_class, nn.Module) else model_class.from_config
         with init_empty_weights(include_buffers=False):
             model = build(config, dtype=torch.float32)
         model.tie_weights()
         info = {"missing_keys": []}
-    for key in sorted(info["missing_keys"]):
-        if not key.startswith(new_head):  # startswith(()) is false
+    for key in info["missing_keys"]:
+        if not key.startswith("score."):
             fail(f"{name} cannot be loaded as {model_class.__name__}: it has no weights {key}")
         nn.init.zeros_(model.get_parameter(key))
     if model.get_decoder() is model:  # of Llama 4, which looks for it under another name
         model.base_model_prefix = "model"
     if text_config is not config:  # parts for images take part in no pass, so they are not trained
-        for part in model.base_model.children():
-            part.requires_grad_(part is model.get_decoder())
-    return model
-
-
-def add_lora(model, rank, **options):
-    """If rank > 0, freezes `model` and adds trainable low-rank matrices to all its linear layers. Returns the model."""
-    if rank > 0:
+        for key, part in model.base_model.named_children():
+            part.requires_grad_(part is model.get_decoder() or key == "score")
+    if lora_rank > 0:
         from peft import LoraConfig
 
         # The value head is trained in full, and the fused kernels of some Mamba layers read `out_proj` themselves.
-        options["exclude_modules"] = ["score", "out_proj"] if "mamba" in str(model.config) else ["score"]
-        model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options))
+        lora_options["exclude_modules"] = ["score", "out_proj"] if "mamba" in str(config) else ["score"]
+        lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", **lora_options)
+        model.add_adapter(lora)
     return model
 
 
@@ -650,8 +653,8 @@ class Policy(nn.Module):
         kind = type(output)
         results = [checkpoint(self.head, *c, kind, use_reentrant=False, preserve_rng_state=False) for c in chunks]
         logprobs, entropy = torch.cat(results).unbind(1)  # (n,) each
-        zeros = torch.zeros_like(mask, dtype=torch.float32)
-        return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
+        blank = mask.float()  # 0 where there is no action
+        return blank.masked_scatter(mask, logprobs), blank.masked_scatter(mask, entropy)
 
     def head(self, hidden, labels, output_class):
         """hidden (n,H), labels (n,) -> (n,2): log-prob of the label, entropy."""
@@ -680,9 +683,7 @@ def load_critic(name, lora_rank):
             self.score = nn.Linear(self.get_input_embeddings().embedding_dim, 1)
 
     ValueModel.__name__ = backbone.__name__
-    model = load_model(name, ValueModel, "score.", key_mapping={"^classifier": "score"})
-    model.score.requires_grad_(True)
-    return add_lora(model, lora_rank, task_type="TOKEN_CLS", modules_to_save=["score"])
+    return load_model(name, ValueModel, lora_rank, task_type="TOKEN_CLS", modules_to_save=["score"])
 
 
 class Critic(nn.Module):  # [1.7]
@@ -697,7 +698,7 @@ class Critic(nn.Module):  # [1.7]
         hidden = self.model.get_decoder()(tokens, use_cache=False).last_hidden_state[mask]  # (n,H)
         with torch.autocast(hidden.device.type, enabled=False):  # bf16 would leave a value only two or three digits
             values = self.model.score(hidden.float()).squeeze(-1)
-        return torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, values)
+        return mask.float().masked_scatter(mask, values)
 
 
 def trained_parameters(model):
@@ -705,9 +706,9 @@ def trained_parameters(model):
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def make_optimizer(model, weight_decay):
+def make_optimizer(model):
     """AdamW over exactly the trained parameters of `model`. take_step sets the learning rate."""
-    return torch.optim.AdamW(trained_parameters(model).values(), weight_decay=weight_decay, fused=True)
+    return torch.optim.AdamW(trained_parameters(model).values(), weight_decay=0.0, fused=True)
 
 
 def collect_eos_ids(model, tokenizer):
@@ -808,16 +809,16 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     alive = torch.ones_like(slots, dtype=torch.bool)
     eos = slots.new_tensor(eos_ids)
     cache = transformers.DynamicCache(config=model.config)
-    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     model.eval()  # in train mode, gradient checkpointing would switch the KV cache off
     # `inputs` are the tokens to read in this step: the prompts at t = 0, after that the last token (b,1) of the b rows
     # that are left in the batch. Row j belongs to response slots[j].
     for t in range(uniforms.shape[1]):
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -inputs.shape[1] :]  # of the inputs
-        output = model(inputs.clamp(min=0), attention_mask=attention_mask, position_ids=positions, **options)
+        options = {"position_ids": positions, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        output = model(inputs.clamp(min=0), attention_mask=attention_mask, **options)
         logits = output.logits[:, -1]
         tokens[slots, t], logprobs[slots, t] = sample_tokens(logits, uniforms[slots, t], temperature)
-        alive = alive & ~torch.isin(tokens[slots, t], eos)
+        alive &= ~torch.isin(tokens[slots, t], eos)
         num_alive = int(alive.sum())
         if num_alive == 0:
             break
@@ -949,12 +950,12 @@ def read_splits(source):
 
 
 def read_data(args):
-    """(training table, test table or None). From --eval-dataset: `test`, else any split but `train`, else `train`."""
+    """(training table, test table or None). From --eval-dataset, it is the split `test`, or else the last one."""
     splits = read_splits(args.dataset)
     test_table = splits.get("test")
     if args.eval_dataset:
         named = read_splits(args.eval_dataset)
-        test_table = named[min(named, key=lambda split: (split != "test", split == "train"))]
+        test_table = named.get("test", [*named.values()][-1])
     return splits["train"], test_table
 
 
@@ -969,7 +970,7 @@ def load_prompts(source, table, args, tokenizer):
     for column in args.prompt_column, args.answer_column:
         if column not in [None, *table.column_names]:
             fail(f"{source} has no column {column}; choose --prompt-column, --answer-column from {table.column_names}")
-    use_chat = bool(tokenizer.chat_template) and args.chat_template != "none"
+    use_chat = tokenizer.chat_template and args.chat_template != "none"
     rows = []
     for number, record in enumerate(table.to_list(), 1):
         prompt = record[args.prompt_column]
@@ -978,37 +979,43 @@ def load_prompts(source, table, args, tokenizer):
             answer = answer.get("ground_truth", answer)
         if args.reward == "gsm8k" and math.isnan(gsm8k_number(f"####{answer}")):
             fail(f"{source}, row {number}: --reward gsm8k needs one number as the reference answer, not {answer!r}")
-        messages = to_messages(prompt, args)
+        messages = prompt
+        if isinstance(prompt, str):
+            suffix = args.prompt_suffix
+            if suffix is None:
+                suffix = GSM8K_REQUEST if args.reward == "gsm8k" and "####" not in prompt else ""
+            messages = [{"role": "user", "content": prompt + suffix}]
         kinds = {type(message.get("content")) for message in messages} if isinstance(messages, list) else set()
         if kinds != {str} or messages[-1].get("role") == "assistant":
             fail(f"{source}, row {number}: a prompt is a text or a chat of texts that awaits an answer, not {prompt!r}")
         if use_chat:
-            options = {"tokenize": False, "add_generation_prompt": True} | json.loads(args.chat_template_args)
-            text = tokenizer.apply_chat_template(messages, **options)
+            switches = json.loads(args.chat_template_args)
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switches)
         else:
             text = "\n".join(message["content"] for message in messages)
         ids = tokenizer(text, add_special_tokens=not use_chat)["input_ids"]  # a chat template adds the BOS token itself
         if not use_chat and ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers append it
             ids.pop()
         if prompt and 0 < len(ids) <= args.max_prompt_length:
-            row = {"prompts": text, "input_ids": ids, "is_chat": prompt is messages}
-            rows.append(record | row | {"messages": messages, "answers": answer})
+            record |= {"prompts": text, "input_ids": ids, "is_chat": prompt is messages}
+            rows.append(record | {"messages": messages, "answers": answer})
     if not rows:
         fail(f"{source}: every prompt is empty or has more than {args.max_prompt_length} tokens (--max-prompt-length)")
-    kind = "chat" if use_chat else "text"
     distinct = len({row["prompts"] for row in rows})
-    return rows, f"{source} ({kind}): {len(rows)} rows, {distinct} distinct, {len(table) - len(rows)} left out"
+    return rows, f"{source}: {len(rows)} rows, {distinct} distinct, {len(table) - len(rows)} left out"
 
 
-def to_messages(prompt, args):
-    """A text as a chat of one turn. A chat stays as it is."""
-    if not isinstance(prompt, str):
-        return prompt
-    if args.prompt_suffix is not None:
-        prompt += args.prompt_suffix
-    elif args.reward == "gsm8k" and "####" not in prompt:
-        prompt += GSM8K_REQUEST
-    return [{"role": "user", "content": prompt}]
+# What may follow the last "####": one number, alone in its line except for a unit, emphasis or a box.
+NUMBER_AT_END = re.compile(
+    r"""(?>.*\#\#\#\#)                               # the last ####, and never one before it
+    [\s*$€£(\\]*+ (?:answer:)? [\s*$€£(\\]*+      # emphasis, a currency, an opening bracket
+    (?:boxed\{)? ([-+]?) [\ $€£]*+                # \\boxed{, the sign
+    (?=\.?\d) ((?:\d{1,3}(?:,\d{3})+|\d*+) (?:\.\d+)?)  # 1,234.5
+    [)}$€£%°*\\\ ]*+ [a-z\ ]*                      # what closes it, a unit
+    [.,]? [)}$*\\\ ]* (?:\n|$)                     # nothing else in this line
+    """,
+    re.VERBOSE | re.DOTALL | re.IGNORECASE,
+)
 
 
 def gsm8k_number(text):
@@ -1017,18 +1024,13 @@ def gsm8k_number(text):
     A unit, emphasis or a box may surround it: '#### **42** km', '#### \\boxed{42}'. More than one number is no answer,
     and neither is a sentence: '#### 3 + 4 = 7', '#### 3. Total cost'.
     """
-    _, mark, tail = text.rpartition("####")
-    marks = r"[\s*$€£(\\]*+"
-    before = rf"{marks}(?:answer:)?{marks}(?:boxed{{)?([-+]?)[ $€£]*+"
-    number = r"(?=\.?\d)((?:\d{1,3}(?:,\d{3})+|\d*+)(?:\.\d+)?)"
-    after = r"[)}$€£%°*\\ ]*+[a-z ]*[.,]?[)}$*\\ ]*(?:\n|$)"
-    match = re.match(before + number + after, tail, re.IGNORECASE)
-    if not mark or not match:
+    match = NUMBER_AT_END.match(text)
+    if match is None:
         return math.nan
     return float(match[1] + match[2].replace(",", ""))
 
 
-def gsm8k(prompts, responses, answers):
+def gsm8k(responses, answers):
     """1 if the number after the response's last '####' is that of the answer (a number, or a solution with '####')."""
     # The prefix lets a bare number be read. In a solution, its own last #### decides. NaN equals nothing.
     return [float(gsm8k_number(text) == gsm8k_number(f"####{answer}")) for text, answer in zip(responses, answers)]
@@ -1145,7 +1147,7 @@ def write_completions(run_dir, name, rows, texts, scores, accelerator):
         completion = {"prompt": row["prompts"], "answer": row["answers"], "response": text, "score": score}
         lines.append(json.dumps(completion, ensure_ascii=False))
     lines = gather_object(lines)
-    if accelerator.is_main_process and lines:
+    if accelerator.is_main_process:
         (run_dir / f"completions/{name}.jsonl").write_text("\n".join(sorted(lines)))
 
 
@@ -1225,7 +1227,7 @@ def load_checkpoint(path, trainees):
             tensors[name] = torch.zeros(sizes[name], device=parameter.device)
         optimizer.state[parameter][moment] = tensors[name]
     dcp.load(tensors, storage_reader=reader)
-    return torch.load(path / "state.pt", weights_only=True)
+    return torch.load(path / "state.pt")
 
 
 # --- Processes and signals -------------------------------------------------------------------------------------------

@@ -29,9 +29,9 @@ def exact(prompts, responses, answers):
     return [float(response.strip() == str(answer).strip()) for response, answer in zip(responses, answers)]
 
 
-def ten_or_eleven(prompts, responses, answers):
+def ten_or_eleven(responses, answers):
     """gsm8k's 0 and 1 with another zero: what a policy gradient without a baseline makes of that (chapter 1)."""
-    return [10 + score for score in gsm8k(prompts, responses, answers)]
+    return [10 + score for score in gsm8k(responses, answers)]
 
 
 @functools.cache

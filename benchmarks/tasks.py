@@ -209,14 +209,14 @@ def verbose_answer(rng, steps):
     return f" First {work}.\n#### {steps[-1][1]}"
 
 
-def right_and_near(prompts, responses, answers):
+def right_and_near(responses, answers):
     """{name: scores}: 1 for a right answer, and minus how many characters its length is from 80."""
-    return {"right": gsm8k(prompts, responses, answers), "near": [-abs(len(text) - 80.0) for text in responses]}
+    return {"right": gsm8k(responses, answers), "near": [-abs(len(text) - 80.0) for text in responses]}
 
 
 def right_plus_near(prompts, responses, answers):
     """The same as one number."""
-    named = right_and_near(prompts, responses, answers)
+    named = right_and_near(responses, answers)
     return [right + near for right, near in zip(named["right"], named["near"])]
 
 

@@ -152,8 +152,8 @@ def run(name, seed, args):
     rows[-1]["time/launch_to_exit"] = seconds
     if name.startswith("lengths"):  # whose score also counts the length
         rows[-1]["eval/characters_sampled"] = statistics.mean(len(row["response"]) for row in samples)
-        triples = [[row[key] for row in samples] for key in ("prompt", "response", "answer")]
-        rows[-1]["eval/right_sampled"] = statistics.mean(grpo_llm.gsm8k(*triples))
+        pairs = [[row[key] for row in samples] for key in ("response", "answer")]
+        rows[-1]["eval/right_sampled"] = statistics.mean(grpo_llm.gsm8k(*pairs))
     target.parent.mkdir(parents=True, exist_ok=True)
     learning.write_compact(rows, target)
     last = [row for row in rows if "eval/score" in row][-1]

@@ -114,7 +114,7 @@ def tower(weights):
 @pytest.mark.once
 @each_script()
 def test_what_reads_images_is_saved_unchanged(script, folder_of, toy_flags, tmp_path):
-    """One process and two agree, though no pass uses it, and weight decay does not touch it."""
+    """One process and two agree, though no pass uses it."""
     folder = tmp_path / "model"
     name = "gemma3"
     families.make_model(name, folder)
@@ -123,7 +123,7 @@ def test_what_reads_images_is_saved_unchanged(script, folder_of, toy_flags, tmp_
     for part in config, config["text_config"]:
         part["eos_token_id"] = 1
     (folder / "config.json").write_text(json.dumps(config))
-    flags = toy_flags | {"model": str(folder), "output_dir": tmp_path, "weight_decay": 0.1, "total_iterations": 2}
+    flags = toy_flags | {"model": str(folder), "output_dir": tmp_path, "total_iterations": 2}
     runs = []
     for processes in (1, 2) if script.stem != "ppo_llm_fsdp" else (2,):
         code, console = forked(script, flags | {"run_name": f"by-{processes}"}, processes)

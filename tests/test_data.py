@@ -73,7 +73,7 @@ def test_formats(algo, tmp_path, name, ending):
     row, flags, prompt, answer = FORMATS[name]
     path = save(tmp_path, row, ending)
     rows, summary = load(algo, path, prompt_suffix="", **flags)
-    assert summary == f"{path} (text): 2 rows, 1 distinct, 0 left out" and len(rows) == 2
+    assert summary == f"{path}: 2 rows, 1 distinct, 0 left out" and len(rows) == 2
     asked = row[flags.get("prompt_column", "question")]
     messages = chat(asked) if isinstance(asked, str) else asked
     for found in rows:
@@ -113,7 +113,7 @@ def saved(folder, splits):
         (("train", "test"), ("validation",), "validation"),
         (("train", "test"), ("train",), "train"),
         (("train",), ("validation", "test"), "test"),
-        (("train",), ("train", "dev", "validation"), "dev"),
+        (("train",), ("train", "dev", "validation"), "validation"),  # without `test`, the last one
     ],
 )
 def test_which_split_is_evaluated(algo, tmp_path, training, named, found):
@@ -129,7 +129,7 @@ def test_evaluation_only_scores_every_row_of_the_test_data(toy_run, tmp_path, ca
     path = write_rows(tmp_path / "questions.jsonl", toy_rows(5))
     run_dir, (metrics,) = toy_run(total_iterations=0, eval_dataset=path, eval_rows=512)
     assert (
-        f"eval       {path} (text): 5 rows, 5 distinct, 0 left out; the first 5 are evaluated"
+        f"eval       {path}: 5 rows, 5 distinct, 0 left out; the first 5 are evaluated"
         in capsys.readouterr().out
     )
     for kind in "", "_sampled":
@@ -154,7 +154,7 @@ def test_without_test_data_a_run_says_so_and_trains(toy_run, tmp_path, capsys):
 def test_chats_go_through_the_template_with_one_bos_and_a_generation_prompt(algo, tmp_path):
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": CHAT, "answer": "2"}])
     (row,), summary = load(algo, path, tokenizer_with_bos(), prompt_column="prompt")
-    assert summary == f"{path} (chat): 1 rows, 1 distinct, 0 left out"
+    assert summary == f"{path}: 1 rows, 1 distinct, 0 left out"
     assert row["prompts"] == "<eos2>u#hi\na#yes?\nu#1+1?\na#"
     assert row["input_ids"] == [2, *make_tokenizer()("u#hi\na#yes?\nu#1+1?\na#")["input_ids"]]
     assert row["messages"] == CHAT
@@ -198,8 +198,8 @@ def test_the_embedded_prompts_are_the_questions(algo, monkeypatch):
 @pytest.mark.parametrize("template, flag", [(TEMPLATE, "none"), (None, None)])
 def test_without_a_template_a_chat_becomes_text_with_one_bos(algo, tmp_path, template, flag):
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": CHAT, "answer": "2"}])
-    (row,), summary = load(algo, path, tokenizer_with_bos(template), chat_template=flag, prompt_column="prompt")
-    assert "(text)" in summary and row["prompts"] == "hi\nyes?\n1+1?"
+    (row,), _ = load(algo, path, tokenizer_with_bos(template), chat_template=flag, prompt_column="prompt")
+    assert row["prompts"] == "hi\nyes?\n1+1?"
     assert row["input_ids"] == [2, *make_tokenizer()("hi\nyes?\n1+1?")["input_ids"]]
 
 
@@ -263,7 +263,7 @@ def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": text, "answer": str(i)} for i, text in enumerate(texts)])
     flags = {"max_prompt_length": 7, "prompt_column": "prompt", "prompt_suffix": ""}
     rows, summary = load(algo, path, **flags)
-    assert summary == f"{path} (text): 2 rows, 2 distinct, 3 left out"
+    assert summary == f"{path}: 2 rows, 2 distinct, 3 left out"
     assert [(row["prompts"], row["answers"]) for row in rows] == [("a" * 7, "0"), ("d", "4")]
     # The BOS counts, but does not make a prompt of an empty text; the request of the reward does not either.
     rows, summary = load(algo, path, tokenizer_with_bos(None), **flags)
@@ -306,7 +306,7 @@ def load_gold(algo, gold):
 @pytest.mark.parametrize("gold, number", GOLDS)
 def test_a_reference_answer_is_one_number(algo, gold, number):
     responses = [f"#### {number}", f"#### {number + 1}"]
-    assert algo.gsm8k(["p"] * 2, responses, [load_gold(algo, gold)] * 2) == [1, 0]
+    assert algo.gsm8k(responses, [load_gold(algo, gold)] * 2) == [1, 0]
 
 
 @pytest.mark.parametrize("gold", NO_GOLDS, ids=repr)
@@ -427,18 +427,18 @@ def test_gsm8k_raw_and_in_verls_form_are_the_same_rows(algo, data_dir, split, si
     """No gold is refused; the request is verl's, word for word; gold solutions score 1, a neighbour's hardly ever."""
     tokenizer, file = word_tokenizer(), data_dir / "gsm8k" / f"{split}.jsonl"
     raw, summary = load(algo, file, tokenizer, prompt_suffix="")
-    assert len(raw) == size and summary.endswith(f"(text): {size} rows, {size} distinct, 0 left out")
+    assert len(raw) == size and summary.endswith(f": {size} rows, {size} distinct, 0 left out")
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     verl, summary = load(algo, data_dir / "gsm8k_verl" / f"{split}.parquet", tokenizer, **VERLS)
-    assert len(verl) == size and f"(chat): {size} rows, {size} distinct, 0 left out" in summary
+    assert len(verl) == size and f": {size} rows, {size} distinct, 0 left out" in summary
     assert [row["prompts"] for row in verl] == [f"<user>{row['prompts']}{REQUEST}<assistant>" for row in raw]
     chats, _ = load(algo, file, tokenizer)
     assert [(row["prompts"], row["input_ids"]) for row in chats] == [(x["prompts"], x["input_ids"]) for x in verl]
     solutions, answers = [row["answers"] for row in raw], [row["answers"] for row in verl]
     assert [algo.gsm8k_number(text) for text in solutions] == [float(answer.replace(",", "")) for answer in answers]
     for gold in (solutions, answers):
-        assert algo.gsm8k(solutions, solutions, gold) == [1.0] * size
-        assert sum(algo.gsm8k(solutions, solutions[1:] + solutions[:1], gold)) < 0.05 * size
+        assert algo.gsm8k(solutions, gold) == [1.0] * size
+        assert sum(algo.gsm8k(solutions[1:] + solutions[:1], gold)) < 0.05 * size
 
 
 def test_a_pretrained_model_on_real_prompts(toy_run, data_dir):

@@ -278,7 +278,7 @@ def test_collect_eos_ids(algo, model, sources, union):
 
 
 def test_lora_trains_all_linear_layers_but_the_head(algo, folder):
-    model = algo.add_lora(algo.load_model(folder, AutoModelForCausalLM), 4, task_type="CAUSAL_LM")
+    model = algo.load_model(folder, AutoModelForCausalLM, 4, task_type="CAUSAL_LM")
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all("lora_" in name for name in trained)
     layers = {name.split(".lora_")[0].rsplit(".", 1)[1] for name in trained}

@@ -96,19 +96,13 @@ def test_responses_to_one_prompt_are_those_to_each_alone(model):
     assert len({tuple(x.ids) for x in found}) > 6  # every row has noise of its own
 
 
-MERGED = [  # prompts, the distinct ones, which of them each prompt is
-    ([[5, 6]], [[5, 6]], [0]),
-    ([[5, 6], [5, 6], [7], [7]], [[5, 6], [7]], [0, 0, 1, 1]),
-    ([[5, 6], [7], [5, 6]], [[5, 6], [7], [5, 6]], [0, 1, 2]),  # equal, but no neighbours
-    ([[5], [5, 6], [5, 6], [6, 5]], [[5], [5, 6], [6, 5]], [0, 1, 1, 2]),  # one begins like another
-]
-
-
-@pytest.mark.parametrize("prompts, distinct, owners", MERGED)
-def test_merge_equal(prompts, distinct, owners):
-    found, found_owners = grpo.merge_equal(prompts, "cpu")
-    assert [ids.tolist() for ids in found] == distinct and found_owners.tolist() == owners
-    assert [found[owner].tolist() for owner in found_owners] == prompts
+def test_only_equal_neighbours_share_a_row(model):
+    """A prompt that begins like its neighbour, or that comes back later, is read on its own."""
+    seen = []
+    hook = model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(args[0].tolist()), with_kwargs=True)
+    grpo.generate(model, [[5], [5, 6], [5, 6], [6, 5], [5]], noise(5, 1), [1], 1.0)
+    hook.remove()
+    assert seen == [[[0, 5], [5, 6], [6, 5], [0, 5]]]
 
 
 # --------------------------------------------------------------------------------------------------------- the loop

@@ -309,7 +309,7 @@ def test_gsm8k_number_is_quick(algo):
 def test_gsm8k(algo):
     responses = ["so #### 5", "#### 5.0", "#### 6", "5", "", "#### 0.1 "]
     answers = ["2 + 3 = 5\n#### 5"] * 4 + ["no number", "#### .10"]
-    scores = algo.gsm8k([""] * 6, responses, answers)
+    scores = algo.gsm8k(responses, answers)
     assert scores == [1, 1, 0, 0, 0, 1] and all(isinstance(score, float) for score in scores)
 
 

@@ -140,14 +140,14 @@ def step_losses(losses, flags):
     return sum(sums) / len(sums)
 
 
-def adamw(p, gradient, moments, lr, weight_decay):
+def adamw(p, gradient, moments, lr):
     """1711.05101 with torch's defaults; the moments change in place."""
     moments["t"] += 1
     moments["m"] = 0.9 * moments["m"] + 0.1 * gradient
     moments["v"] = 0.999 * moments["v"] + 0.001 * gradient**2
     mean = moments["m"] / (1 - 0.9 ** moments["t"])
     square = moments["v"] / (1 - 0.999 ** moments["t"])
-    return p * (1 - lr * weight_decay) - lr * mean / (square.sqrt() + 1e-8)
+    return p - lr * mean / (square.sqrt() + 1e-8)
 
 
 def close(found, expected, what):
@@ -197,7 +197,7 @@ class Oracle:
             assert error <= 1e-5 * scale * norm, f"the gradient of {which}'s {name}: {error} of {scale * norm}"
             # With the run's own gradient: AdamW makes a full step of one that is nearly 0.
             g = taken["gradient"][which, name].double()
-            moved = adamw(self.weights[which][name], g, self.moments[which][name], lr, self.flags["weight_decay"])
+            moved = adamw(self.weights[which][name], g, self.moments[which][name], lr)
             after = taken["after"][which, name].double()
             assert torch.allclose(after, moved, rtol=1e-6, atol=1e-6), f"{which}'s {name} after the step"
             self.weights[which][name] = after
@@ -322,7 +322,7 @@ COMMON |= {"microbatch_tokens": 64, "temperature": 1.0, "missing_eos_penalty": 0
 PPO = COMMON | {"batch_size": 8, "critic_lr": 3e-3, "gamma": 0.97, "lam": 0.9}
 GRPO = COMMON | {"batch_size": 4, "group_size": 2}
 BOTH = {
-    "all at once": {"kl_loss_coef": 0.2, "entropy_coef": 0.05, "weight_decay": 0.1, "temperature": 0.7},
+    "all at once": {"kl_loss_coef": 0.2, "entropy_coef": 0.05, "temperature": 0.7},
     "KL in the reward by k2": {"kl_reward_kind": "k2"},
     "KL in the reward by k3": {"kl_reward_kind": "k3"},
     "KL in the loss by k1": {"kl_loss_coef": 0.3, "kl_loss_kind": "k1", "kl_reward_coef": 0.0},

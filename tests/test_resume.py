@@ -207,15 +207,19 @@ def test_another_batch_size_goes_on_where_the_data_stood(algo, toy_run, monkeypa
 
 
 @each_script()
-def test_hyperparameters_are_those_of_the_flags_of_now(toy_run):
+def test_hyperparameters_are_those_of_now(toy_run, algo, monkeypatch):
+    """Of the flags, and of a `make_optimizer` that has been changed in between."""
     found = []
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: found.append(optimizer.param_groups[0]))
-    toy_run(total_iterations=1, save_every=1, run_name="run", weight_decay=0.1)
-    decays = {group["weight_decay"] for group in found}
+    toy_run(total_iterations=1, save_every=1, run_name="run")
+    before = {group["betas"] for group in found}
     found.clear()
-    toy_run(total_iterations=2, run_name="run", resume=True, weight_decay=0.5)
+    changed = lambda model: torch.optim.AdamW(algo.trained_parameters(model).values(), betas=(0.8, 0.9), fused=True)
+    monkeypatch.setattr(algo, "make_optimizer", changed)
+    toy_run(total_iterations=2, run_name="run", resume=True, lr=0.125)
     hook.remove()
-    assert decays == {0.1} and {group["weight_decay"] for group in found} == {0.5}
+    assert before == {(0.9, 0.999)} and {group["betas"] for group in found} == {(0.8, 0.9)}
+    assert 0.125 in [group["lr"] for group in found]
 
 
 # ---------------------------------------------------------------------------------------- signals, and a lost launcher

@@ -659,7 +659,7 @@ def test_length_control(monkeypatch):
 
     monkeypatch.setenv("LENGTH_TARGET", "10")
     responses = ["#### 5" + " " * 4, "#### 5", "#### 4" + " " * 4, "#### 5" + " " * 94]
-    assert length_control.length_control([""] * 4, responses, ["5"] * 4) == pytest.approx([1, 0.8, 0, 0.5])
+    assert length_control.length_control(responses, ["5"] * 4) == pytest.approx([1, 0.8, 0, 0.5])
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def traced():
         responses = ppo.generate(policy.model, [row["input_ids"] for row in rows], noise, eos_ids, 1.0)
         tokens, mask, _, _ = ppo.to_batch(rows, responses, "cpu")
         texts = tokenizer.batch_decode([response.ids for response in responses], skip_special_tokens=True)
-        scores = torch.tensor(ppo.gsm8k(None, texts, [row["answer"] for row in rows]))
+        scores = torch.tensor(ppo.gsm8k(texts, [row["answer"] for row in rows]))
         with torch.no_grad():
             old, ref, values = policy(tokens, mask)[0], reference(tokens, mask)[0], critic(tokens, mask)
         rewards = ppo.place_scores(scores, mask) - 0.001 * ppo.kl_penalty(old, ref, "k1")
@@ -214,13 +214,13 @@ def credit():
     figure, axes = plt.subplots(2, 2, figsize=(9.4, 4.6), sharex="col", width_ratios=(28, 17))
     for column, text in enumerate((" First 2*35=70, then 70+19=89.\n#### 89", " First 2*35=70.\n#### 35")):
         response = tokenizer(text)["input_ids"] + eos_ids[:1]
-        score = gsm8k(None, [text], [row["answer"]])[0]
+        score = gsm8k([text], [row["answer"]])[0]
         values = []
         for t in range(len(response)):
             noise = torch.rand(300, 40, generator=torch.Generator().manual_seed(t), dtype=torch.float64)
             ends = generate(model, [prompt + response[:t]] * 300, noise, eos_ids, 1.0)
             texts = [tokenizer.decode(response[:t] + end.ids, skip_special_tokens=True) for end in ends]
-            values.append(sum(gsm8k(None, texts, [row["answer"]] * 300)) / 300)
+            values.append(sum(gsm8k(texts, [row["answer"]] * 300)) / 300)
         values = torch.tensor([values])
         rewards = torch.zeros_like(values)
         rewards[0, -1] = score

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where grpo_llm.p
 from grpo_llm import gsm8k
 
 
-def length_control(prompts, responses, answers):
+def length_control(responses, answers):
     target, weight = int(os.environ.get("LENGTH_TARGET", "100")), float(os.environ.get("LENGTH_WEIGHT", ".5"))
     distances = [min(1.0, abs(len(response) - target) / target) for response in responses]
-    return [score - weight * far for score, far in zip(gsm8k(prompts, responses, answers), distances)]
+    return [score - weight * far for score, far in zip(gsm8k(responses, answers), distances)]
