@@ -183,16 +183,16 @@ def main(args: Args):
     policy = wrap(Policy(policy_model, args.temperature))
     trainees = {"policy": (policy_model, make_optimizer(policy_model))}
 
-    positions = getattr(policy_model.config.get_text_config(), "max_position_embeddings", math.inf)
-    longest = max(len(row["input_ids"]) for row in train_rows + test_rows)
-    if longest + args.max_response_length > positions:
-        fail(f"a prompt of {longest} tokens and --max-response-length exceed the {positions} positions of {args.model}")
-
     use_reference = args.kl_reward_coef + args.kl_loss_coef > 0  # [1.6]
     reference = policy  # with LoRA: the policy with its adapter switched off (phase 3)
     if use_reference and args.lora_rank == 0:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
         reference = wrap(Policy(reference_model, args.temperature))
+
+    positions = getattr(policy_model.config.get_text_config(), "max_position_embeddings", math.inf)
+    longest = max(len(row["input_ids"]) for row in train_rows + test_rows)
+    if longest + args.max_response_length > positions:
+        fail(f"a prompt of {longest} tokens and --max-response-length exceed the {positions} positions of {args.model}")
 
     # A checkpoint holds `trainees` and this dictionary: put in here what else must survive a restart. Only rank 0 saves
     # it, so it must be the same on all ranks. A key that the checkpoint lacks keeps the value given here.

@@ -74,7 +74,9 @@ SETTING = "size", "processes", "forced", "steps"  # of a measurement of iteratio
 # What is undone, as replacements in a copy of grpo_llm.py, where each text stands once.
 UNDONE = {
     "as it is": {},
-    "prefill for every response": {"if not distinct or ids != distinct[-1]:": "if True:"},
+    "prefill for every response": {
+        "torch.unique_consecutive(inputs, return_inverse=True, dim=0)": "(inputs, torch.arange(len(inputs)))"
+    },
     "finished rows stay": {"if num_alive <= 0.9 * len(slots):": "if False:"},
     "padding columns kept": {
         "width = lengths[row]": "width = max(lengths)",

@@ -128,10 +128,7 @@ def test_which_split_is_evaluated(algo, tmp_path, training, named, found):
 def test_evaluation_only_scores_every_row_of_the_test_data(toy_run, tmp_path, capsys):
     path = write_rows(tmp_path / "questions.jsonl", toy_rows(5))
     run_dir, (metrics,) = toy_run(total_iterations=0, eval_dataset=path, eval_rows=512)
-    assert (
-        f"eval       {path}: 5 rows, 5 distinct, 0 left out; the first 5 are evaluated"
-        in capsys.readouterr().out
-    )
+    assert f"eval       {path}: 5 rows, 5 distinct, 0 left out; the first 5 are evaluated" in capsys.readouterr().out
     for kind in "", "_sampled":
         rows = read_rows(run_dir / "completions" / f"eval{kind}_000000.jsonl")
         assert sorted(row["prompt"] for row in rows) == sorted(row["question"] for row in toy_rows(5))
