@@ -214,7 +214,10 @@ def test_hyperparameters_are_those_of_now(toy_run, algo, monkeypatch):
     toy_run(total_iterations=1, save_every=1, run_name="run")
     before = {group["betas"] for group in found}
     found.clear()
-    changed = lambda model: torch.optim.AdamW(algo.trained_parameters(model).values(), betas=(0.8, 0.9), fused=True)
+
+    def changed(model):
+        return torch.optim.AdamW(algo.trained_parameters(model).values(), betas=(0.8, 0.9), fused=True)
+
     monkeypatch.setattr(algo, "make_optimizer", changed)
     toy_run(total_iterations=2, run_name="run", resume=True, lr=0.125)
     hook.remove()
