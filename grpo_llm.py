@@ -19,7 +19,7 @@ whole answer. REINFORCE++ is whitened over answers, not tokens. Each optimizer s
 token or answer has the same weight, whatever the micro-batch size or number of processes.
 
 All phases share one batch. Each row of `tokens` (B,L) is a prompt followed by its response, padded at the end, so no
-attention mask is needed. B is the number of rows on this process, L the padded width, T the longest response. Column i
+attention mask is needed. B is the number of rows on this process, L the padded width, T that of the responses. Column i
 of every other (B,L) tensor belongs to one action: choosing token i+1 after reading tokens 0 to i. `mask` marks the
 actions, the tokens that the policy sampled. Log-probs, values, rewards and advantages are 0 everywhere else. Here a
 prompt of three tokens p is answered by a and the EOS token e, in a batch that is six tokens wide:
@@ -76,7 +76,7 @@ NOT_SAMPLED = math.inf
 
 @dataclass
 class Args:
-    """GRPO for language models. Batch sizes are totals over all processes."""
+    """GRPO for language models. Batch sizes are totals over all processes, unless they say "each device"."""
 
     # Models
     model: str  # policy to train: transformers folder or hub id (unset: the embedded model, with its settings)
@@ -109,7 +109,7 @@ class Args:
     minibatch_size: int = 64  # responses per optimizer step
     microbatch_tokens: int = 2048  # padded tokens per forward pass of each device: limits memory
     lr: float = 1e-6  # learning rate of the actor
-    warmup_iterations: int = 0  # number of first iterations in which the learning rates rise from 0
+    warmup_iterations: int = 0  # the learning rates rise from 0 over the first N iterations
     max_grad_norm: float = 1.0  # scale gradients down to this global norm (0: never)
     clip_low: float = 0.2  # clip the ratio below 1 minus this
     clip_high: float = 0.2  # clip the ratio above 1 plus this
@@ -183,7 +183,7 @@ def main(args: Args):
     policy = wrap(Policy(policy_model, args.temperature))
     trainees = {"policy": (policy_model, make_optimizer(policy_model))}
 
-    use_reference = args.kl_reward_coef + args.kl_loss_coef > 0  # [1.6]
+    use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.6]
     reference = policy  # with LoRA: the policy with its adapter switched off (phase 3)
     if use_reference and args.lora_rank == 0:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
@@ -254,7 +254,7 @@ def main(args: Args):
         started = time.perf_counter()
 
         # 1. Rollout: a group of responses to each of this rank's prompts. With W ranks, rank r takes prompts r, r+W,
-        # ... of the batch and their noise. Minibatch k, a part from each rank, therefore has the same rows for every W.
+        # ... of the batch and their noise. So minibatch k, a part from each rank, has the same rows whatever W is.
         drawn = draw_prompts(train_rows, state["prompts"], args.batch_size, args.seed)[rank::world_size]  # [7.2]
         state["prompts"] += args.batch_size
         rows = []
@@ -332,8 +332,8 @@ def main(args: Args):
         ratio = torch.where(actions, (new_logprobs - old_logprobs).exp(), 0)
         _, clipped = policy_loss(new_logprobs, old_logprobs, advantages, args.clip_low, args.clip_high)
         # Compare the sampler's log-probs with the training pass, on the minibatch of the first step, before any weight
-        # has changed. They differ if the mask is wrong, if only one of the two transforms the logits, or if the sampler
-        # has other weights. (Not old_logprobs, which the variant bypass takes from the sampler.)
+        # has changed. A difference means a wrong mask, logits that only one of the two scales, or a sampler with other
+        # weights. (old_logprobs would not do: bypass, a variant of this script, takes them from the sampler.)
         _, first = steps[0]
         first_rows = minibatch_rows[first]
         logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
@@ -585,7 +585,7 @@ def load_model(name, model_class, lora_rank=0, **lora_options):
         if not key.startswith("score."):
             fail(f"{name} cannot be loaded as {model_class.__name__}: it has no weights {key}")
         nn.init.zeros_(model.get_parameter(key))
-    if model.get_decoder() is model:  # of Llama 4, which looks for it under another name
+    if model.get_decoder() is model:  # Llama 4 looks for its decoder under a wrong name; critics do not mind
         model.base_model_prefix = "model"
     if text_config is not config:  # parts for images take part in no pass, so they are not trained
         for key, part in model.base_model.named_children():
@@ -611,24 +611,24 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask):
         """tokens, mask (B,L) -> logprobs, entropy (B,L) in fp32, 0 outside the mask."""
-        actions = mask.nonzero(as_tuple=True)  # (n,) twice; each indexing by the mask itself would wait for the GPU
+        actions = mask.nonzero(as_tuple=True)  # (n,) twice, computed once: indexing by the mask waits for the GPU
         output = self.model.get_decoder()(tokens, use_cache=False)
         hidden = output.last_hidden_state[actions]  # (n,H)
         labels = tokens.roll(-1, 1)[actions]  # [1.11] the one shift: state i predicts token i+1
         # Logits exist for one chunk at a time. The backward pass computes them again.
         size = max(1, self.chunk_elements // self.model.config.get_text_config().vocab_size)
         chunks = zip(hidden.split(size), labels.split(size))
-        kind = type(output)
+        kind = type(output)  # the class in which this model's decoder returns hidden states
         results = [checkpoint(self.head, *c, kind, use_reentrant=False, preserve_rng_state=False) for c in chunks]
         logprobs, entropy = torch.cat(results).unbind(1)  # (n,) each
         blank = mask.float()  # 0 where there is no action
         return blank.masked_scatter(mask, logprobs), blank.masked_scatter(mask, entropy)
 
-    def head(self, hidden, labels, output_class):
+    def head(self, hidden, labels, kind):
         """hidden (n,H), labels (n,) -> (n,2): log-prob of the label, entropy."""
-        # Models may scale the logits of their head (Cohere, Granite) or cap them (Gemma). So this is the model's own
-        # forward pass, in which the decoder only returns what it has computed before.
-        with patch.object(self.model.get_decoder(), "forward", lambda *args, **kwargs: output_class(hidden[None])):
+        # Models may scale the logits of their head (Cohere, Granite) or cap them (Gemma). So we call the model itself,
+        # with a decoder that only returns `hidden`. It never reads the ids, for which the labels have the right shape.
+        with patch.object(self.model.get_decoder(), "forward", lambda *args, **kwargs: kind(hidden[None])):
             logits = self.model(labels[None]).logits[0].float() * self.inverse_temperature  # [6.10] (n,V)
         all_logprobs = logits.log_softmax(-1)
         entropy = -(all_logprobs.exp() * all_logprobs).sum(-1, keepdim=True)
@@ -807,7 +807,7 @@ def read_splits(source):
 
 
 def read_data(args):
-    """(training table, test table or None). From --eval-dataset, it is the split `test`, or else the last one."""
+    """(training table, test table or None). Of --eval-dataset, the split `test` is used, or else the last."""
     splits = read_splits(args.dataset)
     test_table = splits.get("test")
     if args.eval_dataset:
@@ -826,8 +826,9 @@ def load_prompts(source, table, args, tokenizer):
         return [], "no test data (--eval-dataset)"
     for column in args.prompt_column, args.answer_column:
         if column not in [None, *table.column_names]:
-            fail(f"{source} has no column {column}; choose --prompt-column, --answer-column from {table.column_names}")
+            fail(f"{source} has no column {column}; --prompt-column, --answer-column (or None): {table.column_names}")
     use_chat = tokenizer.chat_template and args.chat_template != "none"
+    switches = json.loads(args.chat_template_args)
     rows = []
     for number, record in enumerate(table.to_list(), 1):
         prompt = record[args.prompt_column]
@@ -846,7 +847,6 @@ def load_prompts(source, table, args, tokenizer):
         if kinds != {str} or messages[-1].get("role") == "assistant":
             fail(f"{source}, row {number}: a prompt is a text or a chat of texts that awaits an answer, not {prompt!r}")
         if use_chat:
-            switches = json.loads(args.chat_template_args)
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switches)
         else:
             text = "\n".join(message["content"] for message in messages)
@@ -855,7 +855,8 @@ def load_prompts(source, table, args, tokenizer):
             ids.pop()
         if prompt and 0 < len(ids) <= args.max_prompt_length:
             record |= {"prompts": text, "input_ids": ids, "is_chat": prompt is messages}
-            rows.append(record | {"messages": messages, "answers": answer})
+            record |= {"messages": messages, "answers": answer}
+            rows.append(record)
     if not rows:
         fail(f"{source}: every prompt is empty or has more than {args.max_prompt_length} tokens (--max-prompt-length)")
     distinct = len({row["prompts"] for row in rows})
@@ -867,7 +868,7 @@ NUMBER_AT_END = re.compile(
     r"""(?>.*\#\#\#\#)                               # the last ####, and never one before it
     [\s*$€£(\\]*+ (?:answer:)? [\s*$€£(\\]*+      # emphasis, a currency, an opening bracket
     (?:boxed\{)? ([-+]?) [\ $€£]*+                # \\boxed{, the sign
-    (?=\.?\d) ((?:\d{1,3}(?:,\d{3})+|\d*+) (?:\.\d+)?)  # 1,234.5
+    (?=\.?\d) ((?:\d{1,3}(?:,\d{3})+|\d*+) (?:\.\d+)?)  # at least a digit: 1,234.5
     [)}$€£%°*\\\ ]*+ [a-z\ ]*                      # what closes it, a unit
     [.,]? [)}$*\\\ ]* (?:\n|$)                     # nothing else in this line
     """,
@@ -878,8 +879,8 @@ NUMBER_AT_END = re.compile(
 def gsm8k_number(text):
     """The number after the last '####' as a float, e.g. -1234.0 for '#### $-1,234.', or NaN if there is no number.
 
-    A unit, emphasis or a box may surround it: '#### **42** km', '#### \\boxed{42}'. More than one number is no answer,
-    and neither is a sentence: '#### 3 + 4 = 7', '#### 3. Total cost'.
+    Emphasis, a box or a unit may surround it: '#### **42**', '#### \\boxed{42}', '#### 42 km'. Any words are a unit. A
+    second number makes it no answer, and so does a dot before more words: '#### 3 + 4 = 7', '#### 3. Total cost'.
     """
     match = NUMBER_AT_END.match(text)
     if match is None:
@@ -902,7 +903,7 @@ def load_reward(spec):
     sys.path.insert(0, str(path.parent))  # so that it can import its neighbours and start process pools
     found = importlib.util.find_spec(path.stem)
     if getattr(found, "origin", None) != str(path):
-        fail(f"--reward {spec} is not gsm8k or path/to/file.py:function, or Python has another module {path.stem}")
+        fail(f"--reward {spec} is neither gsm8k nor path/to/file.py:function, or another module is called {path.stem}")
     return getattr(importlib.import_module(path.stem), name)
 
 
@@ -991,7 +992,7 @@ def open_run(run_dir, args, kept_lines, accelerator):
             (run_dir / file.name).write_text(file.read_text())
         with open(run_dir / "metrics.jsonl", "a+b") as file:
             file.seek(0)
-            file.truncate(sum(map(len, file.readlines()[:kept_lines])))
+            file.truncate(sum(map(len, file.readlines()[:kept_lines])))  # after the bytes of these lines
     accelerator.project_configuration.logging_dir = str(run_dir)
     trackers = {"wandb": {"name": run_dir.name, "config": settings}, "tensorboard": {"purge_step": kept_lines}}
     accelerator.init_trackers(Path(__file__).stem, None, trackers)
@@ -1046,7 +1047,7 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
 def load_checkpoint(path, trainees):
     """Loads a checkpoint into models and optimizers and returns its `state`. Hyperparameters come from the flags."""
     saved = {}
-    if path.is_file():  # this script writes no folders
+    if path.is_file():  # a folder is another script's checkpoint
         saved = torch.load(path, map_location="cpu", mmap=True)
     if saved.keys() != {*trainees, "state"}:
         fail(f"{path} was written by another script or version, so this one cannot continue it")

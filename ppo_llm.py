@@ -11,11 +11,11 @@ better than the critic expected. The tokens of the answer are the actions a_t, t
 
 Departures from the papers: actor and critic share no weights, and each has its own optimizer; the critic starts as a
 copy of the policy's model with a zero head. Advantages are whitened over the whole batch, on all processes together,
-after the returns G have been computed. The loss of an optimizer step is divided only once, by the step's number of
-tokens on all processes, so every token in it has the same weight (--loss-agg offers other averages for the actor).
+after the returns G have been computed. An optimizer step adds up its losses and divides them once, by its number
+of tokens on all processes, so every token in it has the same weight (--loss-agg offers other averages for the actor).
 
 All phases share one batch. Each row of `tokens` (B,L) is a prompt followed by its response, padded at the end, so no
-attention mask is needed. B is the number of rows on this process, L the padded width, T the longest response. Column i
+attention mask is needed. B is the number of rows on this process, L the padded width, T that of the responses. Column i
 of every other (B,L) tensor belongs to one action: choosing token i+1 after reading tokens 0 to i. `mask` marks the
 actions, the tokens that the policy sampled. Log-probs, values, rewards and advantages are 0 everywhere else. Here a
 prompt of three tokens p is answered by a and the EOS token e, in a batch that is six tokens wide:
@@ -72,13 +72,13 @@ NOT_SAMPLED = math.inf
 
 @dataclass
 class Args:
-    """PPO for language models. Batch sizes are totals over all processes."""
+    """PPO for language models. Batch sizes are totals over all processes, unless they say "each device"."""
 
     # Models
     model: str  # policy to train: transformers folder or hub id (unset: the embedded model, with its settings)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward and backward passes; auto: bfloat16 on a GPU
     lora_rank: int = 0  # train low-rank matrices next to the frozen weights (LoRA, 2106.09685); 0: train all weights
-    critic_model: str | None = None  # where the critic starts, with its value head if it has one (unset: --model)
+    critic_model: str | None = None  # what the critic starts from; it must have the policy's tokenizer (unset: --model)
     gradient_checkpointing: bool = False  # recompute activations: saves memory, costs about a third more time
 
     # Prompts and their reward
@@ -106,8 +106,8 @@ class Args:
     microbatch_tokens: int = 2048  # padded tokens per forward pass of each device: limits memory
     lr: float = 1e-6  # learning rate of the actor
     critic_lr: float = 1e-5  # learning rate of the critic
-    warmup_iterations: int = 0  # number of first iterations in which the learning rates rise from 0
-    critic_warmup_iterations: int = 0  # number of first iterations that train only the critic
+    warmup_iterations: int = 0  # the learning rates rise from 0 over the first N iterations
+    critic_warmup_iterations: int = 0  # train only the critic in the first N iterations
     max_grad_norm: float = 1.0  # scale gradients down to this global norm (0: never)
     clip_low: float = 0.2  # clip the ratio below 1 minus this
     clip_high: float = 0.2  # clip the ratio above 1 plus this
@@ -189,7 +189,7 @@ def main(args: Args):
     critic = wrap(Critic(critic_model))
     trainees["critic"] = (critic_model, make_optimizer(critic_model))
 
-    use_reference = args.kl_reward_coef + args.kl_loss_coef > 0  # [1.6]
+    use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.6]
     reference = policy  # with LoRA: the policy with its adapter switched off (phase 3)
     if use_reference and args.lora_rank == 0:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
@@ -260,7 +260,7 @@ def main(args: Args):
         started = time.perf_counter()
 
         # 1. Rollout: a response to each of this rank's prompts. With W ranks, rank r takes prompts r, r+W, r+2W, ... of
-        # the batch and their noise. Minibatch k, a part from each rank, therefore has the same rows for every W.
+        # the batch and their noise. So minibatch k, a part from each rank, has the same rows whatever W is.
         rows = draw_prompts(train_rows, state["prompts"], args.batch_size, args.seed)[rank::world_size]  # [7.2]
         state["prompts"] += args.batch_size
         shape = args.batch_size, args.max_response_length
@@ -354,8 +354,8 @@ def main(args: Args):
         ratio = torch.where(actions, (new_logprobs - old_logprobs).exp(), 0)
         _, clipped = policy_loss(new_logprobs, old_logprobs, advantages, args.clip_low, args.clip_high)
         # Compare the sampler's log-probs with the training pass, on the minibatch of the first step, before any weight
-        # has changed. They differ if the mask is wrong, if only one of the two transforms the logits, or if the sampler
-        # has other weights. (Not old_logprobs, which the variant bypass takes from the sampler.)
+        # has changed. A difference means a wrong mask, logits that only one of the two scales, or a sampler with other
+        # weights. (old_logprobs would not do: bypass, a variant of this script, takes them from the sampler.)
         _, first = steps[0]
         first_rows = minibatch_rows[first]
         logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
@@ -601,7 +601,7 @@ def load_model(name, model_class, lora_rank=0, **lora_options):
         if not key.startswith("score."):
             fail(f"{name} cannot be loaded as {model_class.__name__}: it has no weights {key}")
         nn.init.zeros_(model.get_parameter(key))
-    if model.get_decoder() is model:  # of Llama 4, which looks for it under another name
+    if model.get_decoder() is model:  # Llama 4 looks for its decoder under a wrong name; critics do not mind
         model.base_model_prefix = "model"
     if text_config is not config:  # parts for images take part in no pass, so they are not trained
         for key, part in model.base_model.named_children():
@@ -627,24 +627,24 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask):
         """tokens, mask (B,L) -> logprobs, entropy (B,L) in fp32, 0 outside the mask."""
-        actions = mask.nonzero(as_tuple=True)  # (n,) twice; each indexing by the mask itself would wait for the GPU
+        actions = mask.nonzero(as_tuple=True)  # (n,) twice, computed once: indexing by the mask waits for the GPU
         output = self.model.get_decoder()(tokens, use_cache=False)
         hidden = output.last_hidden_state[actions]  # (n,H)
         labels = tokens.roll(-1, 1)[actions]  # [1.11] the one shift: state i predicts token i+1
         # Logits exist for one chunk at a time. The backward pass computes them again.
         size = max(1, self.chunk_elements // self.model.config.get_text_config().vocab_size)
         chunks = zip(hidden.split(size), labels.split(size))
-        kind = type(output)
+        kind = type(output)  # the class in which this model's decoder returns hidden states
         results = [checkpoint(self.head, *c, kind, use_reentrant=False, preserve_rng_state=False) for c in chunks]
         logprobs, entropy = torch.cat(results).unbind(1)  # (n,) each
         blank = mask.float()  # 0 where there is no action
         return blank.masked_scatter(mask, logprobs), blank.masked_scatter(mask, entropy)
 
-    def head(self, hidden, labels, output_class):
+    def head(self, hidden, labels, kind):
         """hidden (n,H), labels (n,) -> (n,2): log-prob of the label, entropy."""
-        # Models may scale the logits of their head (Cohere, Granite) or cap them (Gemma). So this is the model's own
-        # forward pass, in which the decoder only returns what it has computed before.
-        with patch.object(self.model.get_decoder(), "forward", lambda *args, **kwargs: output_class(hidden[None])):
+        # Models may scale the logits of their head (Cohere, Granite) or cap them (Gemma). So we call the model itself,
+        # with a decoder that only returns `hidden`. It never reads the ids, for which the labels have the right shape.
+        with patch.object(self.model.get_decoder(), "forward", lambda *args, **kwargs: kind(hidden[None])):
             logits = self.model(labels[None]).logits[0].float() * self.inverse_temperature  # [6.10] (n,V)
         all_logprobs = logits.log_softmax(-1)
         entropy = -(all_logprobs.exp() * all_logprobs).sum(-1, keepdim=True)
@@ -654,13 +654,13 @@ class Policy(nn.Module):
 def load_critic(name, lora_rank):
     """The model of a Critic: the backbone of a language model and a linear layer `score`, saved and loaded as one.
 
-    A head that is stored as `score` or `classifier` is loaded, too, as a reward model has it. A new one starts at zero.
+    A stored `score` or `classifier`, as in a reward model, is loaded, too. A new head starts at zero.
     With LoRA, the head itself is trained in full.
     """
     backbone = MODEL_MAPPING[type(AutoConfig.from_pretrained(name))]
 
     class ValueModel(backbone):
-        __module__ = backbone.__module__  # by module and name, transformers knows how the weights are stored
+        __module__ = backbone.__module__  # transformers looks up how weights are stored by module and class name
 
         def __init__(self, config):
             super().__init__(config)
@@ -852,7 +852,7 @@ def read_splits(source):
 
 
 def read_data(args):
-    """(training table, test table or None). From --eval-dataset, it is the split `test`, or else the last one."""
+    """(training table, test table or None). Of --eval-dataset, the split `test` is used, or else the last."""
     splits = read_splits(args.dataset)
     test_table = splits.get("test")
     if args.eval_dataset:
@@ -871,8 +871,9 @@ def load_prompts(source, table, args, tokenizer):
         return [], "no test data (--eval-dataset)"
     for column in args.prompt_column, args.answer_column:
         if column not in [None, *table.column_names]:
-            fail(f"{source} has no column {column}; choose --prompt-column, --answer-column from {table.column_names}")
+            fail(f"{source} has no column {column}; --prompt-column, --answer-column (or None): {table.column_names}")
     use_chat = tokenizer.chat_template and args.chat_template != "none"
+    switches = json.loads(args.chat_template_args)
     rows = []
     for number, record in enumerate(table.to_list(), 1):
         prompt = record[args.prompt_column]
@@ -891,7 +892,6 @@ def load_prompts(source, table, args, tokenizer):
         if kinds != {str} or messages[-1].get("role") == "assistant":
             fail(f"{source}, row {number}: a prompt is a text or a chat of texts that awaits an answer, not {prompt!r}")
         if use_chat:
-            switches = json.loads(args.chat_template_args)
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switches)
         else:
             text = "\n".join(message["content"] for message in messages)
@@ -900,7 +900,8 @@ def load_prompts(source, table, args, tokenizer):
             ids.pop()
         if prompt and 0 < len(ids) <= args.max_prompt_length:
             record |= {"prompts": text, "input_ids": ids, "is_chat": prompt is messages}
-            rows.append(record | {"messages": messages, "answers": answer})
+            record |= {"messages": messages, "answers": answer}
+            rows.append(record)
     if not rows:
         fail(f"{source}: every prompt is empty or has more than {args.max_prompt_length} tokens (--max-prompt-length)")
     distinct = len({row["prompts"] for row in rows})
@@ -912,7 +913,7 @@ NUMBER_AT_END = re.compile(
     r"""(?>.*\#\#\#\#)                               # the last ####, and never one before it
     [\s*$€£(\\]*+ (?:answer:)? [\s*$€£(\\]*+      # emphasis, a currency, an opening bracket
     (?:boxed\{)? ([-+]?) [\ $€£]*+                # \\boxed{, the sign
-    (?=\.?\d) ((?:\d{1,3}(?:,\d{3})+|\d*+) (?:\.\d+)?)  # 1,234.5
+    (?=\.?\d) ((?:\d{1,3}(?:,\d{3})+|\d*+) (?:\.\d+)?)  # at least a digit: 1,234.5
     [)}$€£%°*\\\ ]*+ [a-z\ ]*                      # what closes it, a unit
     [.,]? [)}$*\\\ ]* (?:\n|$)                     # nothing else in this line
     """,
@@ -923,8 +924,8 @@ NUMBER_AT_END = re.compile(
 def gsm8k_number(text):
     """The number after the last '####' as a float, e.g. -1234.0 for '#### $-1,234.', or NaN if there is no number.
 
-    A unit, emphasis or a box may surround it: '#### **42** km', '#### \\boxed{42}'. More than one number is no answer,
-    and neither is a sentence: '#### 3 + 4 = 7', '#### 3. Total cost'.
+    Emphasis, a box or a unit may surround it: '#### **42**', '#### \\boxed{42}', '#### 42 km'. Any words are a unit. A
+    second number makes it no answer, and so does a dot before more words: '#### 3 + 4 = 7', '#### 3. Total cost'.
     """
     match = NUMBER_AT_END.match(text)
     if match is None:
@@ -947,7 +948,7 @@ def load_reward(spec):
     sys.path.insert(0, str(path.parent))  # so that it can import its neighbours and start process pools
     found = importlib.util.find_spec(path.stem)
     if getattr(found, "origin", None) != str(path):
-        fail(f"--reward {spec} is not gsm8k or path/to/file.py:function, or Python has another module {path.stem}")
+        fail(f"--reward {spec} is neither gsm8k nor path/to/file.py:function, or another module is called {path.stem}")
     return getattr(importlib.import_module(path.stem), name)
 
 
@@ -1036,7 +1037,7 @@ def open_run(run_dir, args, kept_lines, accelerator):
             (run_dir / file.name).write_text(file.read_text())
         with open(run_dir / "metrics.jsonl", "a+b") as file:
             file.seek(0)
-            file.truncate(sum(map(len, file.readlines()[:kept_lines])))
+            file.truncate(sum(map(len, file.readlines()[:kept_lines])))  # after the bytes of these lines
     accelerator.project_configuration.logging_dir = str(run_dir)
     trackers = {"wandb": {"name": run_dir.name, "config": settings}, "tensorboard": {"purge_step": kept_lines}}
     accelerator.init_trackers(Path(__file__).stem, None, trackers)
@@ -1091,7 +1092,7 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
 def load_checkpoint(path, trainees):
     """Loads a checkpoint into models and optimizers and returns its `state`. Hyperparameters come from the flags."""
     saved = {}
-    if path.is_file():  # this script writes no folders
+    if path.is_file():  # a folder is another script's checkpoint
         saved = torch.load(path, map_location="cpu", mmap=True)
     if saved.keys() != {*trainees, "state"}:
         fail(f"{path} was written by another script or version, so this one cannot continue it")
@@ -1136,7 +1137,7 @@ def start_processes(args):
             fail(f"--{name} must be at least {least}, but is {value}")
     world_size = accelerator.num_processes
     if args.batch_size % args.minibatch_size or args.minibatch_size % world_size:
-        fail(f"--batch-size must be a multiple of --minibatch-size, and that one of {world_size} processes")
+        fail(f"--batch-size must be a multiple of --minibatch-size, and this a multiple of {world_size} processes")
     set_seed(args.seed)  # for LoRA's matrices; all other random numbers come from generators of their own
     return accelerator
 
