@@ -36,6 +36,7 @@ Launch. Without --model, the script trains the small model in benchmarks/tiny on
 Comments like [2.3] point to a section of notes/.
 """
 
+import copy
 import importlib.util
 import inspect
 import json
@@ -212,7 +213,7 @@ def main(args: Args):
     critic = wrap(Critic(critic_model))
     trainees["critic"] = (critic_model, make_optimizer(critic_model))
 
-    use_reference = args.kl_reward_coef > 0 or args.kl_loss_coef > 0  # [1.6]
+    use_reference = args.kl_reward_coef or args.kl_loss_coef  # [1.6]
     reference = policy  # with LoRA: the policy with its adapter switched off (phase 3)
     if use_reference and args.lora_rank == 0:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
@@ -588,7 +589,7 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
 # --- Models ----------------------------------------------------------------------------------------------------------
 
 
-def load_model(name, model_class, lora_rank=0, **lora_options):
+def load_model(name, model_class, lora_rank=0, **lora):
     """A model in float32 without dropout, from safetensors only and without remote code.
 
     Missing weights are an error, except in the head of a new critic (`score`), which is set to zero. If lora_rank > 0,
@@ -601,7 +602,7 @@ def load_model(name, model_class, lora_rank=0, **lora_options):
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()  # a part of config if the model also reads images
     for key, value in text_config.to_dict().items():
-        if "drop" in key and isinstance(value, float):  # with dropout, two passes through the same weights would differ
+        if re.search("drop|jitter", key) and isinstance(value, float):  # or two passes by the same weights would differ
             setattr(text_config, key, 0.0)
     if dist.get_rank() == 0:
         options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
@@ -619,16 +620,15 @@ def load_model(name, model_class, lora_rank=0, **lora_options):
         nn.init.zeros_(model.get_parameter(key))
     if model.get_decoder() is model:  # Llama 4 looks for its decoder under a wrong name; critics do not mind
         model.base_model_prefix = "model"
-    if text_config is not config:  # parts for images take part in no pass, so they are not trained
+    if model.base_model is not model.get_decoder():  # what stands beside the decoder reads images and is not trained
         for key, part in model.base_model.named_children():
             part.requires_grad_(part is model.get_decoder() or key == "score")
     if lora_rank > 0:
         from peft import LoraConfig
 
         # The value head is trained in full, and the fused kernels of some Mamba layers read `out_proj` themselves.
-        lora_options["exclude_modules"] = ["score", "out_proj"] if "mamba" in str(config) else ["score"]
-        lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", **lora_options)
-        model.add_adapter(lora)
+        lora["exclude_modules"] = ["score", "out_proj"] if "mamba" in str(config) else ["score"]
+        model.add_adapter(LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", **lora))
     return model
 
 
@@ -1012,8 +1012,8 @@ NUMBER_AT_END = re.compile(
     [\s*$€£(\\]*+ (?:answer:)? [\s*$€£(\\]*+      # emphasis, a currency, an opening bracket
     (?:boxed\{)? ([-+]?) [\ $€£]*+                # \\boxed{, the sign
     (?=\.?\d) ((?:\d{1,3}(?:,\d{3})+|\d*+) (?:\.\d+)?)  # at least a digit: 1,234.5
-    [)}$€£%°*\\\ ]*+ [a-z\ ]*                      # what closes it, a unit
-    [.,]? [)}$*\\\ ]* (?:\n|$)                     # nothing else in this line
+    [)}$€£%°*\\\ ]*+ [a-z\ ]*+                     # what closes it, a unit
+    [.,]? [)}$*\\\s]* (?:\n|$)                     # nothing else in this line
     """,
     re.VERBOSE | re.DOTALL | re.IGNORECASE,
 )
@@ -1045,7 +1045,7 @@ def load_reward(spec):
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))  # so that it can import its neighbours and start process pools
     found = importlib.util.find_spec(path.stem)
-    if getattr(found, "origin", None) != str(path):
+    if not found or found.origin != str(path):
         fail(f"--reward {spec} is neither gsm8k nor path/to/file.py:function, or another module is called {path.stem}")
     return getattr(importlib.import_module(path.stem), name)
 
@@ -1061,7 +1061,7 @@ def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
         return [], []
     ids = [response.ids for response in responses]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    named = {name: [row[name] for row in rows] for name in rows[0]}
+    named = {name: [copy.deepcopy(row[name]) for row in rows] for name in rows[0]}  # it may change its arguments
     named |= {"responses": [*texts], "tokens": ids, "completions": texts, "completion_ids": ids}
     parameters = inspect.signature(reward_function).parameters
     if "completions" in parameters and rows[0]["is_chat"]:
@@ -1070,7 +1070,7 @@ def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         named = {name: named[name] for name in parameters if name in named}
     scores = [float(score) for score in reward_function(**named)]
-    if len(scores) != len(rows) or not all(map(math.isfinite, scores)):
+    if len(scores) != len(rows) or not math.isfinite(sum(scores)):
         fail(f"the reward must return {len(rows)} finite numbers, not these {len(scores)}: {str(scores)[:300]}")
     return texts, scores
 
@@ -1132,11 +1132,11 @@ def open_run(run_dir, args, kept_lines, accelerator):
         (run_dir / "completions").mkdir(parents=True, exist_ok=True)
         (run_dir / "args.json").write_text(json.dumps(settings, indent=1))
         for file in {Path(__file__), script}:  # two files if a script imports this one and replaces a part of it
-            (run_dir / file.name).write_text(file.read_text())
+            shutil.copy(file, run_dir)
         with open(run_dir / "metrics.jsonl", "a+b") as file:
             file.seek(0)
             file.truncate(sum(map(len, file.readlines()[:kept_lines])))  # after the bytes of these lines
-    accelerator.project_configuration.logging_dir = str(run_dir)
+    accelerator.project_configuration.logging_dir = run_dir
     trackers = {"wandb": {"name": run_dir.name, "config": settings}, "tensorboard": {"purge_step": kept_lines}}
     accelerator.init_trackers(Path(__file__).stem, None, trackers)
 
@@ -1146,7 +1146,7 @@ def write_completions(run_dir, name, rows, texts, scores, accelerator):
     lines = []
     for row, text, score in zip(rows, texts, scores):
         completion = {"prompt": row["prompts"], "answer": row["answers"], "response": text, "score": score}
-        lines.append(json.dumps(completion, ensure_ascii=False))
+        lines.append(json.dumps(completion, ensure_ascii=False, default=str))
     lines = gather_object(lines)
     if accelerator.is_main_process:
         (run_dir / f"completions/{name}.jsonl").write_text("\n".join(sorted(lines)))

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "benchmarks" / "tiny"
@@ -231,7 +231,9 @@ def make_model(name, folder):
     else:
         options = options | ids
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
+    # A checkpoint that has a vision tower, as it is published: loading it as a language model may leave the tower out.
+    model_class = AutoModelForImageTextToText if "text_config" in options else AutoModelForCausalLM
+    model = model_class.from_config(AutoConfig.for_model(kind, **options))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

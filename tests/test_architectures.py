@@ -2,6 +2,7 @@
 pass is compared with each row alone, by eager attention, and greedy answers with transformers' own."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -66,6 +67,41 @@ def test_a_family_is_right_or_refused(name, folder_of):
         else:
             most = 0.1 if column == "bfloat16" else 1e-3 if name in APART else 1e-5
             assert float(value) < most, (column, value)
+
+
+@pytest.mark.parametrize("name", [*CHOSEN, *SLOW])
+def test_what_takes_part_is_trained(algo, name, folder_of):
+    """What gets a gradient from text, when everything may have one, is what is trained, and a critic's head."""
+    makers = [lambda folder: (algo.load_model(folder, AutoModelForCausalLM), algo.Policy, 1.0)]
+    if hasattr(algo, "load_critic"):
+        makers.append(lambda folder: (algo.load_critic(folder, 0), algo.Critic))
+    tokens = torch.randint(9, 300, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, -1] = False
+    for make in makers:
+        model, wrapper, *rest = make(str(folder_of(name)))
+        trained = set(algo.trained_parameters(model))
+        if wrapper is not algo.Policy:
+            torch.nn.init.normal_(model.score.weight)  # at zero, nothing behind it would get a gradient
+        model.requires_grad_(True)
+        output = wrapper(model, *rest)(tokens, mask)
+        (output[0] if isinstance(output, tuple) else output).sum().backward()
+        takes_part = {key for key, p in model.named_parameters() if p.grad is not None}
+        assert len(takes_part) > 2
+        assert trained == takes_part, trained ^ takes_part
+
+
+def test_two_passes_of_training_are_the_same(algo, folder_of, tmp_path):
+    """Without dropout, and without the noise that some routers add while they train."""
+    shutil.copytree(folder_of("mixtral"), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config |= {"router_jitter_noise": 0.5, "attention_dropout": 0.5}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    policy = algo.Policy(algo.load_model(str(tmp_path / "model"), AutoModelForCausalLM), 1.0).train()
+    tokens = torch.randint(9, 300, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(12) < 11
+    first, second = (policy(tokens, mask.expand_as(tokens))[0] for _ in range(2))
+    assert torch.equal(first, second)
 
 
 class Bent(LlamaForCausalLM):

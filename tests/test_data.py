@@ -269,6 +269,15 @@ def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
     assert len(rows) == 4
 
 
+@each_script()
+def test_answers_that_become_dates_can_be_written(toy_run, tmp_path):
+    """`datasets` makes dates of texts that all look like one; the completions have them as text."""
+    path = write_rows(tmp_path / "train.jsonl", [{"question": f"q{i}", "answer": f"2021-01-0{i}"} for i in range(1, 9)])
+    run_dir, _ = toy_run(total_iterations=1, dataset=str(path))
+    (file,) = run_dir.glob("completions/step_*.jsonl")
+    assert all(row["answer"].startswith("2021-01-0") for row in read_rows(file))
+
+
 # --- numbers: of responses, see test_math.py -------------------------------------------------------------------------
 
 GOLDS = [

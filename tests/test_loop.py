@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import time
 from unittest import mock
 
@@ -497,3 +498,12 @@ def test_an_error_in_a_reward_file_shows_file_and_line(toy_run, tmp_path):
     with pytest.raises(KeyError) as error:
         toy_run(reward=f"{tmp_path}/keyed_reward.py:bad")
     assert "keyed_reward.py" in str(error.traceback[-1].path)
+
+
+@each_script()
+def test_prompts_that_do_not_fit_the_positions_are_refused(toy_run):
+    """The longest prompt kept and the longest response, together: exactly as many as there are will do."""
+    sentence = refusal(lambda: toy_run(total_iterations=0, max_response_length=256))
+    longest = int(re.search(r"a prompt of (\d+) tokens and .* the 256 positions", sentence)[1])
+    refusal(lambda: toy_run(total_iterations=0, max_response_length=257 - longest))
+    toy_run(total_iterations=0, max_response_length=256 - longest)

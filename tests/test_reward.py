@@ -251,3 +251,22 @@ def test_completions_are_sorted_and_written_by_the_main_process_alone(algo, tmp_
     lines = '{"prompt": "a", "answer": "1", "response": "y", "score": 1.0}'
     lines += '\n{"prompt": "é", "answer": null, "response": "x", "score": 0.0}'
     assert (path / "eval.jsonl").read_text() == lines
+
+
+@each_script()
+def test_a_reward_that_changes_its_arguments_changes_no_data(algo):
+    """As a judge does that appends the answer to the chat: every response has a copy of its own."""
+    chat = [{"role": "user", "content": "hi"}]
+    row = {"prompts": "hi", "answers": None, "messages": chat, "input_ids": [5], "is_chat": True}
+
+    def judge(messages, responses):
+        for message, response in zip(messages, responses):
+            message.append({"role": "assistant", "content": response})
+        assert [len(message) for message in messages] == [2, 2]
+        responses.clear()
+        return [0.0, 1.0]
+
+    tokenizer = make_tokenizer()
+    responses = [algo.Response(tokenizer(text)["input_ids"], [], False) for text in ("yes", "no")]
+    texts, scores = algo.compute_scores(judge, tokenizer, [row, row], responses)
+    assert len(chat) == 1 and texts == ["yes", "no"] and scores == [0, 1]

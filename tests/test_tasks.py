@@ -43,6 +43,51 @@ def test_math_verify():
     assert time.monotonic() - began < 10 * verify_math.SECONDS
 
 
+# What a policy may write without having solved anything, or without saying what it found. The first was learned by a
+# model within ten iterations, and paid until version 0.4.
+QUESTION, SUM = "What is 11 + 72?", "83"
+NO_ANSWER = [
+    "To calculate 11 + 72, we need to follow a set of mathematical steps. First, we add the numbers",
+    "11 + 72",
+    "$11 + 72$",
+    "\\boxed{11+72}",
+    "The answer is 11 + 72",
+    "72 + 11",
+    "83 = 11 + 72",
+    "9 \\times 9 + 2",
+    "100-17",
+    "166/2",
+    "\\boxed{\\frac{166}{2}}",
+    "\\boxed{83^1}",
+    "\\boxed{81, 82, 83}",
+    "$83$ or $84$",
+    "83 or 84",
+    "\\boxed{80 \\le x \\le 90}",
+]
+AN_ANSWER = [
+    "11 + 72 = 83",
+    "11 + 72 = 83.",
+    "$11+72$ is 83.",
+    "The answer is \\boxed{83}.",
+    "83.0",
+    "x = 83",
+    "83 apples",
+]
+
+
+def test_a_formula_is_no_answer():
+    """Of whole numbers, fractions and formulas. What the data's answer says itself is right in any case."""
+    cases = [(QUESTION, response, SUM, 0) for response in NO_ANSWER]
+    cases += [(QUESTION, response, SUM, 1) for response in AN_ANSWER]
+    cases += [("Compute 6/8.", response, "3/4", score) for response, score in (("6/8", 0), ("3/4", 1), ("0.75", 1))]
+    cases += [("Reduce 3/4.", "3/4", "3/4", 1)]
+    factor = "Factor $x^2 + 2x + 1$."
+    cases += [(factor, "\\boxed{x^2+2x+1}", "(x+1)^2", 0), (factor, "\\boxed{(1+x)^2}", "(x+1)^2", 1)]
+    prompts, responses, answers, _ = zip(*cases)
+    found = verify_math.verify_math(prompts, responses, answers)
+    assert [case for case, score in zip(cases, found) if score != case[-1]] == []
+
+
 def test_an_answer_of_the_data_that_cannot_be_read_scores_0_and_is_named_once(capsys):
     """As in published data: an empty one, numbers, a list of one, a currency with its dollar escaped."""
     verify_math.gold.cache_clear()
