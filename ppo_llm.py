@@ -387,8 +387,7 @@ def main(args: Args):
             metrics["actor/grad_norm"] = sum(actor_norms) / len(actor_norms)
         # Rounding gives 1e-3 in bfloat16, 1e-7 in float32; a wrong mask 1 or more. `not <=` refuses NaN as well.
         if not logprob_diff <= (0.1 if bf16 else 1e-2):
-            reasons = "wrong mask, transformed logits, or a sampler with other weights"
-            fail(f"iteration {iteration}: sampler and training pass differ by {logprob_diff:.2g}: {reasons}")
+            fail(f"iteration {iteration}: sampler and training pass differ by {logprob_diff:.2}: wrong mask or weights")
 
         accelerator.print(
             f"iteration {iteration}/{args.total_iterations}: reward {metrics['reward/mean']:.3f}, "
@@ -596,8 +595,8 @@ def load_model(name, model_class, lora_rank=0, **lora):
         if re.search("drop|jitter", key) and isinstance(value, float):  # or two passes by the same weights would differ
             setattr(text_config, key, 0.0)
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
-    renamed = {"^classifier": "score"}  # the value head of a critic or reward model has either name
-    model, info = model_class.from_pretrained(name, config=config, key_mapping=renamed, **options)
+    # The value head of a critic or reward model is called `score` or `classifier`.
+    model, info = model_class.from_pretrained(name, config=config, key_mapping={"^classifier": "score"}, **options)
     for key in info["missing_keys"]:
         if not key.startswith("score."):
             fail(f"{name} cannot be loaded as {model_class.__name__}: it has no weights {key}")
@@ -1034,7 +1033,7 @@ def open_run(run_dir, args, kept_lines, accelerator):
         (run_dir / "completions").mkdir(parents=True, exist_ok=True)
         (run_dir / "args.json").write_text(json.dumps(settings, indent=1))
         for file in {Path(__file__), script}:  # two files if a script imports this one and replaces a part of it
-            shutil.copy(file, run_dir)
+            (run_dir / file.name).write_text(file.read_text())
         with open(run_dir / "metrics.jsonl", "a+b") as file:
             file.seek(0)
             file.truncate(sum(map(len, file.readlines()[:kept_lines])))  # after the bytes of these lines

@@ -964,20 +964,20 @@ INPUTS = {
     ),
     # reward files
     "a reward that has left": Case(
-        flags_of("--reward exact"), "--reward exact is not gsm8k or path/to/file.py:function"
+        flags_of("--reward exact"), "--reward exact is neither gsm8k nor path/to/file.py:function"
     ),
-    "no such reward file": Case(flags_of("--reward {c}/no.py:f"), r"--reward .*no\.py:f is not gsm8k or path"),
+    "no such reward file": Case(flags_of("--reward {c}/no.py:f"), r"--reward .*no\.py:f is neither gsm8k nor path"),
     "a file without the function": Case(reward_of("def other(responses): ..."), "has no attribute 'score'"),
     "a reward without a function's name": Case(
         reward_of("def score(responses): ...", "reward.py"),
-        r"--reward .*reward\.py is not gsm8k or path/to/file.py:function",
+        r"--reward .*reward\.py is neither gsm8k nor path/to/file.py:function",
     ),
     "a reward that is a method": Case(
         reward_of(f"class Scorer:\n {VARIED}", "reward.py:Scorer.score"), "has no attribute 'Scorer.score'"
     ),
-    "a reward file called math.py": Case(reward_of(VARIED, "math.py:score"), r"math\.py.* another module math$"),
+    "a reward file called math.py": Case(reward_of(VARIED, "math.py:score"), r"math\.py.* another module is called math$"),
     "a reward file called datasets.py": Case(
-        reward_of(VARIED, "datasets.py:score"), r"datasets\.py.* another module datasets$"
+        reward_of(VARIED, "datasets.py:score"), r"datasets\.py.* another module is called datasets$"
     ),
     "a reward file with a dot": Case(reward_of(VARIED, "my.reward.py:score"), "No module named 'my'"),
     "a reward file in the current folder": Case(relative(reward_of(VARIED))),
@@ -1139,7 +1139,7 @@ INPUTS = {
     ),
     "a sampler with the weights of the start": Case(
         changed((ADDED, f"{ADDED}\n    sampler = __import__('copy').deepcopy(policy_model)"), SAMPLER),
-        "iteration [23]: sampler and training pass differ by .* other weights",
+        "iteration [23]: sampler and training pass differ by .* weights",
         steps=2,
     ),
 }

@@ -348,7 +348,7 @@ def refused(algo, toy_run, tmp_path, monkeypatch):
 )
 def test_a_column_that_is_missing(refused, tmp_path, row, flags, missing):
     path = write_rows(tmp_path / "rows.jsonl", [row])
-    there = f"choose --prompt-column, --answer-column from {[*row]}"
+    there = f"--prompt-column, --answer-column (or None): {[*row]}"
     assert refused(dataset=path, **flags) == f"error: {path} has no column {missing}; {there}"
 
 
@@ -414,7 +414,7 @@ def test_no_prompt_within_the_limit(refused, toy_data):
 
 @pytest.mark.parametrize("reward", ["exact", "rewards:f", "nowhere/rewards.py:f"])
 def test_a_reward_that_is_unknown(refused, reward):
-    sentence = f"error: --reward {reward} is not gsm8k or path/to/file.py:function, or Python has another module "
+    sentence = f"error: --reward {reward} is neither gsm8k nor path/to/file.py:function, or another module is called "
     assert refused(reward=reward).startswith(sentence)
 
 

@@ -235,7 +235,7 @@ def test_a_reward_file_named_like_a_module(load, stem):
     """Python would import that one: a library's function of this name might even be there."""
     known = sys.modules[stem]
     sentence = refusal(lambda: load(stem, "def f(prompts, responses, answers): return [1.0] * len(prompts)\n"))
-    assert sentence.startswith("error: --reward ") and sentence.endswith(f"or Python has another module {stem}")
+    assert sentence.startswith("error: --reward ") and sentence.endswith(f"or another module is called {stem}")
     assert sys.modules[stem] is known
 
 
