@@ -975,7 +975,9 @@ INPUTS = {
     "a reward that is a method": Case(
         reward_of(f"class Scorer:\n {VARIED}", "reward.py:Scorer.score"), "has no attribute 'Scorer.score'"
     ),
-    "a reward file called math.py": Case(reward_of(VARIED, "math.py:score"), r"math\.py.* another module is called math$"),
+    "a reward file called math.py": Case(
+        reward_of(VARIED, "math.py:score"), r"math\.py.* another module is called math$"
+    ),
     "a reward file called datasets.py": Case(
         reward_of(VARIED, "datasets.py:score"), r"datasets\.py.* another module is called datasets$"
     ),

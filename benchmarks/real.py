@@ -2,6 +2,7 @@
 
     pip install -e '.[real]'
     python benchmarks/real.py get smollm2            SmolLM2-135M-Instruct, in models/smollm2 (a minute, 93 MB to fetch)
+    python benchmarks/real.py check smollm2          is what lies there still that model?
     python benchmarks/real.py task additions         models/additions/train.jsonl, validation.jsonl and test.jsonl
     python benchmarks/real.py task shopping          the same with short word problems
 
@@ -180,16 +181,18 @@ def any_number(responses, answers):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["get", "task"])
+    parser.add_argument("what", choices=["get", "check", "task"])
     parser.add_argument("name", help="smollm2, or a task")
     parser.add_argument("folder", nargs="?", type=Path, help="unset: models/NAME")
     args = parser.parse_args()
     folder = args.folder or ROOT / "models" / args.name
-    known = ["smollm2"] if args.what == "get" else list(TASKS)
+    known = list(TASKS) if args.what == "task" else ["smollm2"]
     if args.name not in known:
         sys.exit(f"error: {args.what} what? One of {', '.join(known)}")
     if args.what == "get":
         get(folder)
+    elif args.what == "check":
+        check(folder)
     else:
         write_task(args.name, folder)
 

@@ -159,7 +159,10 @@ def test_groups_that_score_alike_are_counted_and_teach_nothing(toy_run, tmp_path
 
 
 REFUSED = {
-    "a minibatch that splits a group": ({"minibatch_size": 5}, "--minibatch-size must be a multiple of --group-size x 1"),
+    "a minibatch that splits a group": (
+        {"minibatch_size": 5},
+        "--minibatch-size must be a multiple of --group-size x 1",
+    ),
     "responses that do not divide": ({"batch_size": 5}, "that divides all responses"),
     "groups of one": (
         {"group_size": 1, "batch_size": 8},

