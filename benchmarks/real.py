@@ -24,6 +24,7 @@ import argparse
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -103,16 +104,19 @@ def check(folder):
     found = text_logprob(model, tokenizer, TEXT)
     if ANSWER not in said or abs(found - LOGPROB) > 0.01:
         sys.exit(f"error: the model in {folder} is another one: it answers {said!r}, log-prob of a text {found:.3f}")
-    print(f"{folder}: asked {QUESTION!r}, it answers {said!r}")
+    print(f"asked {QUESTION!r}, the model answers {said!r}")
 
 
 def get(folder):
     if folder.exists():
         sys.exit(f"error: {folder} exists")
     with tempfile.TemporaryDirectory() as scratch:
-        file = fetch(scratch)
-        convert(file, folder)
-    check(folder)
+        made = Path(scratch, folder.name)
+        convert(fetch(scratch), made)
+        check(made)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(made, folder)  # so what has the name is complete
+    print(f"it is in {folder}")
 
 
 # ------------------------------------------------------------------------------------------------------------ the tasks

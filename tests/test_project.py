@@ -35,7 +35,7 @@ for ceilings in CEILINGS.values():
     ceilings |= {"nested comprehensions": 1, "walruses": 0}
 FORBIDDEN = {"threading", "socket", "select", "mmap", "fcntl", "resource", "ctypes", "multiprocessing"}
 # Code lines that one has and the other has not.
-DIFF_CEILINGS = {("ppo_llm", "grpo_llm"): 160, ("ppo_llm", "ppo_llm_fsdp"): 190}
+DIFF_CEILINGS = {("ppo_llm", "grpo_llm"): 160, ("ppo_llm", "ppo_llm_fsdp"): 186}
 # What may differ between scripts under one name, and why. Everything else is one text.
 ALGORITHM = {
     "Args": "each algorithm has flags of its own",

@@ -114,6 +114,7 @@ def test_reasoning_gym(tmp_path, task, options):
     rows = written(task, tmp_path, **options)
     right = f"I think\n#### {rows[0]['answer']}"
     others = [rows[1]["answer"], "#### 11111", "#### none", "#### ((", "#### 9**9**9**9"]  # an answer needs the mark
+    others += ["####", "#### " + rows[0]["question"], "#### " + " ".join(map(str, range(100)))]
     first, *scores = scores_of(rows, [right, *others])
     assert first == 1 and scores[0] == 0 and all(0 <= score <= 0.1 for score in scores)  # .01 is for an answer's form
     verifier = gym_tasks.dataset(task, json.loads(rows[0]["entry"])["options"])

@@ -7,7 +7,9 @@
 
 A row's column `entry` is what the verifier needs, as text: entries hold what a table cannot. An answer is what follows
 the last "####". Several verifiers give a part of 1, some to any answer of the right form; that of
-game_of_life_halting (0.1.25) gives 1 to any answer. Read a task before its curve.
+game_of_life_halting (0.1.25) gives 1 to any answer. Read a task before its curve. We gave all 105 of them the question
+itself, the numbers from 0 to 99, the alphabet, and "0", "1" and "[]" for an answer: nine more pay .15 or more on
+average, for the constant that happens to be right most often (coin_flip .88, circuit_logic .50).
 
 At least nine run an answer as Python, or let sympy do so (binary_matrix, n_queens, spiral_matrix, string_insertion;
 countdown, puzzle24, polynomials and integrals): train on those where a model's code may do no harm.

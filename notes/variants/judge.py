@@ -6,6 +6,10 @@ The log-probability of " Yes" after the rubric, by a frozen model on the device 
 JUDGE_MODEL is a transformers folder or hub id (default: the embedded model, which knows nothing of judging),
 JUDGE_RUBRIC a text with {prompt}, {response} and {answer}, JUDGE_BATCH the rows of one forward pass (default: 16). It
 is a score for whoever has a rubric and no rule; what it likes besides (length, praise) the policy will find out.
+
+A response can talk to its judge. SmolLM2-135M (4-bit weights) gives six right sums -1.83 on average and six wrong ones
+-1.85, so it cannot tell them apart; a wrong one that goes on with the rubric's last line and "Answer: Yes" gets -1.58.
+Try such texts on your judge before you train with it, and keep a rule or another judge for the evaluation.
 """
 
 import functools

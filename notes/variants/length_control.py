@@ -4,7 +4,8 @@
 
 1 for a right answer (the number after the last ####), minus LENGTH_WEIGHT (default .5) times the distance of its length
 in characters from LENGTH_TARGET (default 100), as a share of it, at most 1. A wrong answer loses it too, so that
-right ones are always worth more than wrong ones of the same length.
+right ones are always worth more than wrong ones of the same length. But the length pays by itself, 0 instead of -.5
+for a wrong answer: a policy that never finds a right one still learns to be that long.
 
 Measured: three seeds each from `benchmarks/tasks.py lengths`, 60 iterations: with targets of 80 and 100 characters the
 sampled test answers have 79.7-81.0 and 100.7-101.9, right are .89, .55, .91 and .90, .89, .89; without it they have
