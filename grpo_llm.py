@@ -1091,7 +1091,7 @@ def start_processes(args):
             fail(f"--{name} must be at least {least}, but is {value}")
     world_size = accelerator.num_processes
     if args.batch_size * args.group_size % args.minibatch_size or args.minibatch_size % (args.group_size * world_size):
-        fail(f"--minibatch-size must be a multiple of --group-size x {world_size} that divides all responses")
+        fail(f"--minibatch-size must be a multiple of --group-size x {world_size} processes that divides all responses")
     if args.group_size == 1 and args.estimator != "reinforce_pp":
         fail(f"--estimator {args.estimator} compares responses to one prompt: --group-size must be 2 or more")
     set_seed(args.seed)  # for LoRA's matrices; all other random numbers come from generators of their own
