@@ -69,7 +69,11 @@ def test_a_family_is_right_or_refused(name, folder_of):
             assert float(value) < most, (column, value)
 
 
-@pytest.mark.parametrize("name", [*CHOSEN, *SLOW])
+TOWERS = ["llama", "gemma3", "qwen3_5", "llama4_text", "opt"]  # what stands beside a decoder, or has it elsewhere
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in families.FAMILIES if name not in TOWERS]
+
+
+@pytest.mark.parametrize("name", [*TOWERS, *OTHERS])
 def test_what_takes_part_is_trained(algo, name, folder_of):
     """What gets a gradient from text, when everything may have one, is what is trained, and a critic's head."""
     makers = [lambda folder: (algo.load_model(folder, AutoModelForCausalLM), algo.Policy, 1.0)]

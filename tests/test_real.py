@@ -90,6 +90,7 @@ def test_names_that_it_does_not_know(words):
     assert done.returncode != 0 and done.stderr.startswith("error: "), done.stderr
 
 
+@pytest.mark.slow
 @needs_model
 def test_the_model_is_the_one_we_know():
     done = command("check", "smollm2")
