@@ -917,7 +917,7 @@ def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
         return [], []
     ids = [response.ids for response in responses]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    named = {name: [copy.deepcopy(row[name]) for row in rows] for name in rows[0]}  # it may change its arguments
+    named = {name: [copy.deepcopy(row[name]) for row in rows] for name in rows[0]}  # a reward may change them
     named |= {"responses": [*texts], "tokens": ids, "completions": texts, "completion_ids": ids}
     parameters = inspect.signature(reward_function).parameters
     if "completions" in parameters and rows[0]["is_chat"]:
