@@ -3,6 +3,7 @@
     python benchmarks/footprint.py lora          50M random parameters, two iterations of each script in both ways
     python benchmarks/footprint.py qwen          Qwen2.5-0.5B's shape, random weights: needs 24 GiB of memory
     python benchmarks/footprint.py first --gsm8k FOLDER      the README's command for that model, without its weights
+    python benchmarks/footprint.py real          SmolLM2 on additions (benchmarks/real.py), against notes/memory.py
 
 `first` has the shape, random weights, a tokenizer trained on GSM8K's questions that has a chat template, and GSM8K's
 two files in FOLDER (train.jsonl, test.jsonl); every flag it does not name is the default, and the console is kept.
@@ -22,6 +23,7 @@ from pathlib import Path
 import learning
 
 ROOT = learning.ROOT
+sys.path.append(str(ROOT / "notes"))
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 QWEN = {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
 QWEN |= {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -128,7 +130,30 @@ def run_qwen(model):
     return f"{text}\nOf each, Python and its libraries: {found[0]['libraries'] / 2**30:.2f} GiB.\n"
 
 
-WHAT = {"lora": compare_lora, "qwen": run_qwen}
+def run_real(_):
+    """GRPO with a real model, one process and two: what memory.py forecasts, and what the processes took."""
+    from memory import Shape, budget
+
+    smollm2 = Shape(vocab=49_152, hidden=576, intermediate=1536, layers=30, heads=9, kv_heads=3, tied=True)
+    sizes = "--batch-size 16 --group-size 8 --minibatch-size 64 --max-response-length 24"
+    flags = f"{sizes} --dataset {ROOT}/models/additions/train.jsonl --eval-rows 1 --total-iterations 2 --eval-every 0"
+    flags += f" --reward {ROOT}/benchmarks/real.py:last_number --temperature 0.5 --save-every 0"
+    lines = []
+    for processes, extra in (1, ""), (2, ""), (2, "--lora-rank 16"):
+        settings = {"bf16": False, "critic": False, "lora_rank": 16 if extra else 0, "processes": processes}
+        forecast = budget(smollm2, length=PROMPT + 24, response_length=24, rows=128 // processes, **settings)["peak"]
+        for found in measure("grpo_llm", ROOT / "models" / "smollm2", processes, f"{flags} {extra}"):
+            taken = found["peak"] - found["libraries"]
+            gib = [f"{x / 2**30:.2f}" for x in (forecast, taken)]
+            lines.append([f"`{sizes} {extra}`".replace(" `", "`"), str(processes), *gib, f"{forecast / taken:.3f}"])
+            print(lines[-1], flush=True)
+    text = table(["grpo_llm.py", "processes", "forecast, GiB", "taken, GiB", "ratio"], lines)
+    libraries = f"{found['libraries'] / 2**30:.2f} GiB that Python and its libraries had before the run began"
+    return f"SmolLM2-135M-Instruct, float32, on CPUs. Of each process, without the {libraries}.\n\n{text}"
+
+
+WHAT = {"lora": compare_lora, "qwen": run_qwen, "real": run_real}
+PROMPT = 46  # tokens of an addition, with the template's system turn
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 CHAT += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
@@ -169,7 +194,7 @@ def run_first(model, gsm8k):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["lora", "qwen", "first"])
+    parser.add_argument("what", choices=["lora", "qwen", "first", "real"])
     parser.add_argument("--gsm8k", type=Path, help="for `first`: folder with train.jsonl and test.jsonl")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -3,11 +3,16 @@
 import json
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
-from conftest import ROOT, launch, load_script, read_metrics, read_rows, untimed
+import torch
+from conftest import ROOT, launch, load_script, read_metrics, read_rows, start, untimed
+from safetensors.torch import load_file
 
 real = load_script(ROOT / "benchmarks" / "real.py")
 MODEL = ROOT / "models" / "smollm2"
@@ -97,20 +102,20 @@ def test_the_model_is_the_one_we_know():
     assert done.returncode == 0 and real.ANSWER in done.stdout, done.stderr
 
 
-@pytest.mark.slow
-@needs_model
-def test_it_trains_on_two_processes_as_on_one(tmp_path):
-    """Three small iterations: the sampler agrees with the training pass, and one process with two."""
+@pytest.fixture
+def flags(tmp_path):
+    """Of three small iterations of additions."""
     real.write_task("additions", tmp_path / "data")
-    flags = {
-        "model": MODEL,
-        "dataset": tmp_path / "data" / "train.jsonl",
-        "eval_rows": 0,
-        "temperature": 0.5,
-        "lr": 1e-6,
-    }
+    flags = {"model": MODEL, "dataset": tmp_path / "data" / "train.jsonl", "eval_rows": 0, "temperature": 0.5}
     flags |= {"reward": f"{ROOT}/benchmarks/real.py:last_number", "max_response_length": 8, "batch_size": 4}
     flags |= {"group_size": 2, "minibatch_size": 8, "total_iterations": 3, "output_dir": tmp_path, "track": "none"}
+    return flags | {"lr": 1e-6, "save_every": 0}
+
+
+@pytest.mark.slow
+@needs_model
+def test_it_trains_on_two_processes_as_on_one(flags, tmp_path):
+    """The sampler agrees with the training pass, and one process with two."""
     found = []
     for processes in 1, 2:
         code, console = launch(ROOT / "grpo_llm.py", flags | {"run_name": f"by-{processes}"}, processes)
@@ -119,3 +124,25 @@ def test_it_trains_on_two_processes_as_on_one(tmp_path):
     assert all(0 <= line["rollout/logprob_diff"] < 1e-5 for lines in found for line in lines[1:])
     for one, two in zip(*found):
         assert json.loads(json.dumps(one)) == pytest.approx(two, abs=2e-4, rel=2e-3)
+
+
+@pytest.mark.slow
+@needs_model
+def test_killed_it_goes_on_to_the_bit(flags, tmp_path):
+    flags |= {"minibatch_size": 4, "lr": 1e-5}  # two steps, and weights that move
+    code, console = launch(ROOT / "grpo_llm.py", flags | {"run_name": "unbroken"})
+    assert code == 0 and "2 process(es)" in console, console
+    broken = flags | {"run_name": "broken", "save_every": 1, "keep_checkpoints": 1}
+    process = start(ROOT / "grpo_llm.py", broken)
+    while not (tmp_path / "broken" / "checkpoints" / "step_000001.pt").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "broken" / "final").exists()
+    code, console = launch(ROOT / "grpo_llm.py", broken | {"resume": True})
+    assert code == 0 and re.search("from iteration [23]\n", console), console
+    metrics = [untimed(read_metrics(tmp_path / name)) for name in ("unbroken", "broken")]
+    assert metrics[0] == metrics[1]
+    weights = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("unbroken", "broken")]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
