@@ -288,9 +288,7 @@ def main(args: Args):
 
         # 3. Log-probs under the policy that sampled and under the reference, computed by the training forward pass. The
         # sampler's own log-probs differ from these by rounding.
-        old_logprobs = torch.zeros_like(rollout_logprobs)  # (B,L)
-        if len(steps) > 1 or args.kl_reward_coef:  # otherwise the only step computes them, in phase 6
-            old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1]
+        old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
         ref_logprobs = old_logprobs  # without a reference, every KL is 0
         if use_reference:
             if reference is policy:  # [4.11] with LoRA
@@ -316,8 +314,6 @@ def main(args: Args):
             num_tokens, num_rows = counts[k]
             for mb in minibatches[k]:
                 mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
-                if len(steps) == 1:
-                    old_logprobs[mb] = mb_logprobs.detach()
                 mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], args.clip_low, args.clip_high)
                 if args.entropy_coef:
                     mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.9]

@@ -61,21 +61,6 @@ def test_a_response_without_an_eos_loses_the_penalty(toy_run):
     assert 0 < penalty < 0.7 and less["reward/mean"] == pytest.approx(plain["reward/mean"] - penalty, abs=1e-6)
 
 
-@each_script("grpo_llm")
-def test_a_single_step_computes_the_old_log_probs_itself(toy_run, spy, algo):
-    """Without a pass for them, and to the bit: a KL in the reward, be it too small to count, asks for the pass."""
-    passes = spy(algo, "forward_all")
-    found, flags = [], {"minibatch_size": 8, "lr": 1e-3, "total_iterations": 2, "ppo_epochs": 1}
-    for coef, expected in (0.0, 2), (1e-30, 4):  # two of the four are the reference's
-        passes.clear()
-        found.append(untimed(toy_run(kl_reward_coef=coef, kl_loss_coef=0.1, **flags)[1]))
-        assert len(passes) == expected
-    assert found[0] == found[1] and found[0][2]["kl/mean"] != 0
-    passes.clear()
-    toy_run(**flags | {"ppo_epochs": 2})
-    assert len(passes) == 4
-
-
 @each_script()
 def test_the_same_seed_gives_the_same_run(toy_run):
     first, second, other = (untimed(toy_run(seed=seed)[1]) for seed in (1, 1, 2))
