@@ -188,14 +188,18 @@ def any_number(responses, answers):
 
 
 def keep(run_dir):
-    """What of a run goes into benchmarks/results/real: its metrics, and ten test answers before and after, greedy."""
+    """What of a run goes into benchmarks/results/real: its metrics, and ten greedy answers before and after."""
     from learning import write_compact
 
     folder = ROOT / "benchmarks" / "results" / "real"
     folder.mkdir(exist_ok=True)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    write_compact(rows, folder / f"{run_dir.name}.csv")
     files = sorted((run_dir / "completions").glob("eval_[0-9]*.jsonl"))
+    for file in files:  # by last_number, whatever reward the run had
+        texts = [json.loads(line) for line in file.read_text().splitlines()]
+        scores = last_number([text["response"] for text in texts], [text["answer"] for text in texts])
+        rows[int(file.stem[-6:])]["eval/last_number"] = sum(scores) / len(scores)
+    write_compact(rows, folder / f"{run_dir.name}.csv")
     for name, file in ("before", files[0]), ("after", files[-1]):
         lines = file.read_text().splitlines(keepends=True)[:10]
         (folder / f"{run_dir.name}-{name}.jsonl").write_text("".join(lines))

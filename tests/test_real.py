@@ -1,5 +1,6 @@
 """The real model of benchmarks/real.py, its tasks and rewards. What needs its weights is skipped where they are not."""
 
+import csv
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, launch, load_script, read_metrics, read_rows, start, untimed
+from conftest import ROOT, launch, load_script, read_metrics, read_rows, start, untimed, write_rows
 from safetensors.torch import load_file
 
 real = load_script(ROOT / "benchmarks" / "real.py")
@@ -76,6 +77,24 @@ def test_shopping_by_its_own_words():
         kind = "buys" in row["question"], "gives away" in row["question"], "boxes" in row["question"]
         assert row["answer"] == {(1, 0, 0): a + b, (0, 1, 0): a - b, (0, 0, 1): a * b}[tuple(map(int, kind))]
         assert row["answer"] > 0
+
+
+def test_what_is_kept_of_a_run_has_the_honest_score_beside_that_of_its_reward(monkeypatch, tmp_path):
+    """Of the hacked one, say, whose reward paid for a formula."""
+    run = tmp_path / "hacked"
+    (run / "completions").mkdir(parents=True)
+    write_rows(run / "metrics.jsonl", [{"step": 0, "eval/score": 0.5}, {"step": 1}, {"step": 2, "eval/score": 1.0}])
+    for step, texts in (0, ["1 + 1 = 2", "3"]), (2, ["1 + 1", "1 + 1"]):
+        rows = [{"prompt": "1 + 1", "answer": "2", "response": text, "score": 1.0} for text in texts]
+        write_rows(run / "completions" / f"eval_{step:06d}.jsonl", rows)
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    monkeypatch.setattr(real, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    real.keep(run)
+    results = tmp_path / "benchmarks" / "results" / "real"
+    lines = list(csv.DictReader((results / "hacked.csv").open()))
+    assert [(row["eval/score"], row["eval/last_number"]) for row in lines] == [("0.5", "0.5"), ("", ""), ("1", "0")]
+    assert [row["response"] for row in read_rows(results / "hacked-after.jsonl")] == ["1 + 1", "1 + 1"]
 
 
 # ---------------------------------------------------------------------------------------------------------- the model

@@ -1,4 +1,4 @@
-"""Figure of note 8: python notes/figures/08.py, from the repository root."""
+"""Figures of note 8: python notes/figures/08.py, from the repository root."""
 
 import csv
 import sys
@@ -39,5 +39,39 @@ def signal():
     figure.savefig(FIGURES / "signal.png", dpi=110)
 
 
+def real():
+    """The real model with a careless reward, and with an honest one."""
+    figure, (hacked, honest) = plt.subplots(1, 2, figsize=(8, 3.2), sharey=True, layout="constrained")
+    with (RESULTS / "real" / "hacked.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for name, style, label in (
+        ("reward/mean", "-", "reward in training"),
+        ("eval/score", "s-", "test answers, by the reward"),
+        ("eval/last_number", "o--", "test answers that are right"),
+    ):
+        points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+        hacked.plot(*zip(*points), style, label=label)
+    hacked.set_title("a careless reward: any formula worth 83 pays", fontsize=9)
+    for seed in 1, 2, 3:
+        with (RESULTS / "real" / f"additions-{seed}.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        for name, style, width, label in (
+            ("reward/mean", "-", 0.6, "reward in training"),
+            ("eval/score", "o--", 1.8, "test answers that are right"),
+        ):
+            points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+            label = label if seed == 1 else None
+            honest.plot(*zip(*points), style, color=f"C{seed - 1}", linewidth=width, label=label)
+    honest.set_title("an honest one: the last number counts (3 seeds)", fontsize=9)
+    hacked.set(ylabel="share of answers", ylim=(0, 1))
+    for axes in hacked, honest:
+        axes.set(xlabel="iteration")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.suptitle("SmolLM2-135M-Instruct (4-bit weights) learns to add, GRPO on two CPU cores", fontsize=10)
+    figure.savefig(FIGURES / "real.png", dpi=110)
+
+
 if __name__ == "__main__":
     signal()
+    real()
