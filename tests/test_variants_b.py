@@ -1,0 +1,299 @@
+# ruff: noqa: F811 (fixtures)
+"""Variants of the policy loss: sapo, dppo, icepop, cov."""
+
+import math
+
+import pytest
+import torch
+from ranks import load_script
+from test_variants import (  # noqa: F401
+    ROOT,
+    agreement,
+    flags_of,
+    folder,
+    read_metrics,
+    sharded,
+    told_otherwise,
+    train,
+    untimed,
+    variant,
+)
+
+grpo = load_script(ROOT / "grpo_llm.py")
+
+
+def by_grpo(name, folder, tmp_path, **changes):
+    """Metrics of grpo_llm.py itself, with the flags of a variant's tests."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    flags = flags_of(name, folder) | {"output_dir": str(tmp_path), "run_name": f"grpo{len(list(tmp_path.iterdir()))}"}
+    return read_metrics(grpo.main(grpo.Args(**flags | changes)))
+
+
+def token_gradients(algo, monkeypatch):
+    """What every micro-batch of the update has, as a list of [mask, new, old, advantages, gradient] that grows."""
+    calls = []
+    real_forward, real_loss = algo.Policy.forward, algo.policy_loss
+
+    def forward(policy, tokens, mask):
+        results = real_forward(policy, tokens, mask)
+        if results[0].requires_grad:
+            calls.append([mask])
+        return results
+
+    def policy_loss(new, old, advantages, *limits):
+        if new.requires_grad:
+            calls[-1].extend([new.detach(), old, advantages])
+            new.register_hook(calls[-1].append)
+        return real_loss(new, old, advantages, *limits)
+
+    monkeypatch.setattr(algo.Policy, "forward", forward)
+    monkeypatch.setattr(algo, "policy_loss", policy_loss)
+    return calls
+
+
+def moved(olds, news, advantages):
+    """Log-probs before and after (with a gradient), and advantages, of tokens with these probabilities."""
+    old, new, advantages = (torch.tensor(x, dtype=torch.float64) for x in (olds, news, advantages))
+    return old.log(), new.log().requires_grad_(), advantages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", [None, "grpo_llm_fsdp"])
+@pytest.mark.parametrize("name", ["sapo", "dppo", "icepop", "cov"])
+def test_one_and_two_processes_agree(name, on, sharded, folder, train, tmp_path):
+    script = folder / f"{name}_llm.py"
+    if on:
+        script = folder / f"{name}_{on}.py"
+        script.write_text(sharded(name)[0])
+    agreement(script, name, folder, train, tmp_path, total_iterations=4)
+
+
+# --- sapo
+
+
+def test_sapos_gate_has_no_edge_and_closes_faster_on_bad_tokens(variant):
+    """2511.20347: the weight is sech^2(tau/2 * (rho - 1)), 1 on policy, and smaller the further the ratio is from 1."""
+    algo = variant("sapo")
+    ratios = torch.cat([torch.linspace(0.05, 1, 20), torch.linspace(1.1, 6, 50)]).double()
+    weights = {}
+    for sign, tau in (1, 1.0), (-1, 1.05):
+        new = ratios.log().requires_grad_()
+        advantages = torch.full_like(ratios, 1.7 * sign)
+        losses, weight = algo.policy_loss(new, torch.zeros_like(ratios), advantages, 1.0, 1.05)
+        (found,) = torch.autograd.grad(losses.sum(), new)
+        expected = torch.cosh(tau / 2 * (ratios - 1)) ** -2
+        assert torch.allclose(found, -advantages * ratios * expected, rtol=1e-6)
+        assert torch.allclose(weight, expected, rtol=1e-6)
+        weights[sign] = weight.detach()
+        assert weight[19] == 1 and (weight[:20].diff() > 0).all() and (weight[19:].diff() < 0).all()
+        assert weight.diff().abs().max() < 0.08  # no step, as the clip has
+        clipped = grpo.policy_loss(new, torch.zeros_like(ratios), advantages, 0.2, 0.2)[1]
+        assert clipped.any() and (found[clipped] != 0).all()
+    off = torch.arange(len(ratios)) != 19
+    assert (weights[-1] < weights[1])[off].all()
+
+
+def test_on_policy_sapo_is_grpo(train, folder, tmp_path):
+    flags = {"lr": 0.0, "total_iterations": 1}
+    soft, hard = untimed(train("sapo", **flags))[1], untimed(by_grpo("sapo", folder, tmp_path, **flags))[1]
+    assert soft.pop("actor/gate_mean") == 1 and hard.pop("actor/clipfrac") == 0
+    assert soft["actor/grad_norm"] == pytest.approx(hard["actor/grad_norm"], rel=1e-5)
+    assert soft.keys() == hard.keys()
+    metrics = train("sapo", total_iterations=3, lr=1e-2)  # the policy moves, and the gate with it
+    assert all(0.5 < m["actor/gate_mean"] < 1 for m in metrics[1:])
+
+
+# --- dppo
+
+
+def test_dppo_looks_at_probabilities_not_at_ratios(variant):
+    """2602.04879, section 4: what PPO clips without need, and what it lets through."""
+    algo = variant("dppo")
+    cases = [  # before, after, advantage; whether PPO clips; whether DPPO blocks
+        (1e-4, 1e-3, 1, True, False),  # rare: ten times as likely and still rare
+        (1e-3, 1e-5, -1, True, False),
+        (0.80, 0.955, 1, False, True),  # likely: a ratio of 1.19 moves a seventh of all the mass
+        (0.955, 0.80, -1, False, True),
+        (0.80, 0.955, -1, False, False),  # towards where it was
+        (0.955, 0.80, 1, False, False),
+        (0.30, 0.60, 1, True, True),
+        (0.60, 0.30, -1, True, True),
+        (0.60, 0.601, 1, False, False),
+    ]
+    olds, news, advantages, clips, blocks = zip(*cases)
+    old, new, advantages = moved(olds, news, advantages)
+    losses, blocked = algo.policy_loss(new, old, advantages, "tv", 0.15)
+    (found,) = torch.autograd.grad(losses.sum(), new)
+    expected = torch.where(torch.tensor(blocks), 0, -advantages * (new - old).exp())
+    assert torch.allclose(found, expected) and blocked.tolist() == list(blocks)
+    assert grpo.policy_loss(new, old, advantages, 0.2, 0.2)[1].tolist() == list(clips)
+
+
+def test_dppos_kl_is_that_of_two_outcomes(variant):
+    algo = variant("dppo")
+    stream = torch.Generator().manual_seed(0)
+    olds, news = torch.rand(2, 400, generator=stream, dtype=torch.float64).pow(2)
+    old, new, advantages = moved(olds.tolist(), news.tolist(), [1.0, -1.0] * 200)
+    losses, blocked = algo.policy_loss(new, old, advantages, "kl", 0.05)
+    kl = torch.distributions.kl_divergence(torch.distributions.Bernoulli(olds), torch.distributions.Bernoulli(news))
+    away = (news > olds) == (advantages > 0)
+    assert torch.equal(blocked, (kl > 0.05) & away) and 50 < blocked.sum() < 200
+    assert torch.equal(torch.autograd.grad(losses.sum(), new)[0] == 0, blocked)
+    # Probabilities of 0 or 1, of which one log-prob or the other is 0 in float32.
+    old, new, advantages = moved([1.0, 1.0, 0.5, 0.5], [1.0, 0.5, 1.0, 1.0], [-1.0, -1.0, 1.0, -1.0])
+    losses, blocked = algo.policy_loss(new, old, advantages, "kl", 0.05)
+    assert blocked.tolist() == [False, True, True, False]
+    assert torch.autograd.grad(losses.sum(), new)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_dppos_region_is_around_the_sampler(kind, variant, train, monkeypatch):
+    """Half of the responses come with log-probs that are lower by 0.008: the ratio of the first step has that in it."""
+    algo, passes = variant("dppo"), []
+    told_otherwise(algo, monkeypatch, 0.004)
+    real = algo.forward_all
+    monkeypatch.setattr(algo, "forward_all", lambda *args: passes.append(args) or real(*args))
+    first = train("dppo", total_iterations=1, lr=0.0, kl_loss_coef=0.0, divergence=kind)[1]
+    assert not passes  # a pass less
+    assert first["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.008)) / 2, abs=1e-6)
+    assert first["rollout/logprob_diff"] == pytest.approx(0.004, rel=1e-3) and first["actor/clipfrac"] == 0
+    metrics = train("dppo", total_iterations=3, lr=3e-2, divergence=kind, delta=0.02)
+    assert any(0 < m["actor/clipfrac"] < 0.5 for m in metrics[1:])
+
+
+# --- icepop
+
+
+def test_tokens_outside_the_band_have_no_gradient(variant, train, monkeypatch):
+    """Exactly none; those inside have their importance weight. 2510.18855, eq. 1."""
+    algo = variant("icepop")
+    gaps = torch.zeros(12)
+    gaps[1], gaps[2], gaps[3] = 0.04, -0.04, 0.02  # what the sampler claims too little, by token of the response
+    expected = gaps.exp()
+    expected[1:3] = 0
+    real = algo.generate
+
+    def generate(*args):
+        return [r._replace(logprobs=[x - g for x, g in zip(r.logprobs, gaps.tolist())]) for r in real(*args)]
+
+    monkeypatch.setattr(algo, "generate", generate)
+    calls = token_gradients(algo, monkeypatch)
+    flags = {"lr": 0.0, "kl_loss_coef": 0.0, "total_iterations": 1, "is_low": 0.97, "is_high": 1.03}
+    metrics = train("icepop", **flags)[1]
+    for mask, _, _, advantages, gradient in calls:
+        assert (mask.sum(1) == 12).all()
+        of_rows = advantages[mask].view(-1, 12)
+        assert torch.allclose(of_rows, of_rows[:, :1] * expected, rtol=1e-5)
+        assert torch.allclose(gradient, -advantages / 12 / 8, atol=1e-9)
+        assert (gradient[mask].view(-1, 12)[:, 1:3] == 0).all()
+    assert sum((gradient != 0).sum() for *_, gradient in calls) > 0
+    assert metrics["rollout/zero_weight_frac"] == pytest.approx(2 / 12)
+    assert metrics["rollout/weight_mean"] == pytest.approx(expected.mean().item(), rel=1e-5)
+    ess = expected.mean() ** 2 / expected.square().mean()
+    assert metrics["rollout/ess"] == pytest.approx(ess.item(), rel=1e-5)
+
+
+def test_a_band_without_a_token_takes_no_step(train):
+    metrics = train("icepop", is_low=2.0, is_high=3.0, kl_loss_coef=0.0, total_iterations=2)
+    for m in metrics[1:]:
+        assert m["rollout/ess"] == m["rollout/weight_mean"] == m["actor/grad_norm"] == 0
+        assert m["rollout/zero_weight_frac"] == 1 and m["kl/mean"] == 0
+
+
+def test_only_bad_responses_are_left_behind(variant):
+    """2512.02556, eq. 9, over the tokens of the mask; a log-prob that rose counts against one that fell."""
+    rollout = torch.full((4, 3), -1.0)
+    logprobs = torch.tensor([[-1.9, -1.9, -1.0], [-1.9, -1.9, -1.9], [-1.9, -1.9, -1.9], [-1.9, -0.7, torch.nan]])
+    mask = torch.tensor([[True] * 3] * 3 + [[True, True, False]])
+    advantages = torch.tensor([[-1.0], [-1.0], [1.0], [-1.0]]).expand(4, 3)
+    # The log-prob has fallen by 0.6, 0.9, 0.9 and 0.3 per token.
+    for delta, rows in (0.5, [0, 1]), (0.7, [1]), (0.2, [0, 1, 3]), (1.0, []):
+        found = variant("icepop").left_behind(logprobs, rollout, advantages, mask, delta)
+        assert found.all(1).nonzero().flatten().tolist() == rows and torch.equal(found.all(1), found.any(1))
+
+
+def test_what_is_left_behind_has_no_policy_gradient(variant, train, monkeypatch):
+    """Every other response is claimed to have been likelier by 0.008 per token: those of negative advantage go."""
+    algo, asked = variant("icepop"), []
+    told_otherwise(algo, monkeypatch, -0.004)
+    real = algo.left_behind
+    monkeypatch.setattr(algo, "left_behind", lambda *args: asked.append(args) or real(*args))
+    calls = token_gradients(algo, monkeypatch)
+    flags = {"lr": 0.0, "kl_loss_coef": 0.0, "total_iterations": 1, "microbatch_tokens": 10**6, "minibatch_size": 16}
+    metrics = train("icepop", off_policy_delta=0.005, **flags)[1]
+    ((mask, new, _, advantages, gradient),) = calls
+    _, rollout, *_ = asked[0]  # of the same rows
+    fallen = torch.where(mask, rollout - new, 0).sum(1) / 12  # 0.008 or 0
+    left = (fallen > 0.005) & (advantages < 0).any(1)
+    assert 0 < left.sum() < (fallen > 0.005).sum() == 8
+    expected = torch.where(left[:, None], 0, -advantages / 12 / 16)
+    assert torch.allclose(gradient, expected, atol=1e-9) and (gradient[left] == 0).all()
+    assert metrics["actor/off_policy_frac"] == left.sum().item() / 16
+    kept = train("icepop", **flags)[1]  # by default, it takes more
+    assert kept["actor/off_policy_frac"] == 0 and kept["actor/grad_norm"] > metrics["actor/grad_norm"]
+
+
+# --- cov
+
+
+def test_the_covariance_and_who_exceeds(variant):
+    algo = variant("cov")
+    stream = torch.Generator().manual_seed(3)
+    logprobs = -torch.rand(20, 10, generator=stream, dtype=torch.float64)
+    advantages = torch.randn(20, 1, generator=stream, dtype=torch.float64).expand(20, 10)
+    mask = torch.rand(20, 10, generator=stream) < 0.8
+    covariance, threshold = algo.token_covariances(logprobs, advantages, mask, 0.05)
+    pair = torch.stack([logprobs[mask], advantages[mask]])
+    assert covariance[mask].mean() == pytest.approx(torch.cov(pair, correction=0)[0, 1].item())
+    count = int(0.05 * mask.sum())
+    assert threshold > 0 and (covariance > threshold).sum() == count == (covariance[mask] > threshold).sum()
+    # What is likely and good or rare and bad is above, what is rare and good or likely and bad is below 0.
+    same = (logprobs > pair[0].mean()) == (advantages > pair[1].mean())
+    assert torch.equal((covariance > 0)[mask], same[mask])
+    assert algo.token_covariances(logprobs, advantages, mask, 1.0)[1] == 0  # never one that raises the entropy
+    none, threshold = algo.token_covariances(logprobs, torch.zeros_like(logprobs), mask, 0.05)
+    assert not (none > threshold).any()
+    # Equal prefixes of equally good answers have equal values, up to rounding.
+    logprobs, advantages = logprobs.repeat(2, 1), advantages.repeat(2, 1)
+    covariance, threshold = algo.token_covariances(
+        logprobs + 1e-8 * torch.rand(40, 1), advantages, mask.repeat(2, 1), 0.05
+    )
+    assert torch.equal((covariance > threshold)[:20], (covariance > threshold)[20:])
+
+
+def test_high_covariances_are_penalised_or_detached(variant, train, monkeypatch):
+    """2505.22617, listing 1: at exactly these tokens |log rho| is added, or the policy gradient is taken away."""
+    calls = token_gradients(variant("cov"), monkeypatch)
+    flags = {"minibatch_size": 16, "microbatch_tokens": 10**6, "ppo_epochs": 2, "total_iterations": 1, "lr": 1e-2}
+    flags |= {"kl_loss_coef": 0.0, "clip_low": 1.0, "clip_high": 1e9, "cov_share": 0.1, "cov_kl_coef": 0.7}
+    penalised = train("cov", cov="kl", **flags)[1]
+    detached = train("cov", cov="clip", **flags)[1]
+    (mask, new, old, advantages, first), (*_, second), clip_first, clip_second = calls
+    centred = [torch.where(mask, x - x[mask].mean(), 0) for x in (old, advantages)]
+    covariance = centred[0] * centred[1]
+    least = covariance[mask].sort(descending=True).values[int(0.1 * mask.sum()) - 1]
+    high = covariance >= least - 1e-5
+    assert 0.09 < high.sum() / mask.sum() < 0.15 and torch.equal(new, old)
+    assert penalised["actor/covariance"] == pytest.approx(covariance[mask].mean().item(), abs=1e-6)
+    assert penalised["actor/covariance_threshold"] == pytest.approx(least.item(), abs=2e-5)
+    share = mask.sum(1, keepdim=True) * 16
+    assert torch.allclose(first, -advantages / share, atol=1e-8)  # nothing has moved yet: no penalty
+    new = calls[1][1]
+    force = 0.7 * torch.where(high, (new - old).sign(), 0)  # back to where the token was
+    assert torch.allclose(second, (-advantages * (new - old).exp() + force) / share, atol=1e-8)
+    assert (force[high] != 0).all()
+    for _, new, old, left, gradient in clip_first, clip_second:
+        assert torch.equal(left, torch.where(high, 0, advantages))
+        assert torch.allclose(gradient, -left * (new - old).exp() / share, atol=1e-8) and (gradient[high] == 0).all()
+    assert detached["actor/covariance"] == penalised["actor/covariance"]
+
+
+@pytest.mark.parametrize("cov", ["kl", "clip"])
+def test_the_choice_does_not_depend_on_micro_batches(cov, train):
+    flags = {"cov": cov, "cov_share": 0.1, "total_iterations": 3}
+    for a, b in zip(
+        untimed(train("cov", **flags)), untimed(train("cov", microbatch_tokens=10**6, **flags)), strict=True
+    ):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
