@@ -30,6 +30,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notes" / "variants"
 SCRIPTS = "ppo_llm.py", "grpo_llm.py", "ppo_llm_fsdp.py"
+GROUPS = {  # by what a researcher wants to change; chapter 13 has the same
+    "the loss": "cispo gspo sapo dppo icepop cov entropy_tokens dual_clip plain_pg value_clip target_kl anneal",
+    "the advantage": "maxrl optimal_baseline multi_reward process_reward vc_ppo shared_critic distill self_distill",
+    "the KL": "adaptive_kl kl_gradient",
+    "which prompts and responses count": "dapo replay mask_truncated",
+    "sampling, turns, tools": "two_turns tool_call environment one_step_off bypass top_p pass_at_k",
+    "speed, memory, precision": "paged vllm shared_prompt fp16 lora_bf16",
+    "the reward, as a file": "verify_math gym_tasks length_control reward_model judge",
+}
 HEAD = """What: (the change in one or two lines)
 Idea: (paper, number)
 Run:  python notes/variants.py apply {name} && accelerate launch {name}_llm.py
@@ -212,16 +221,18 @@ def table_of_pairs(found):
 
 
 def print_list():
-    """Name, script, changed lines and what it does, of the patches and of the files of their own."""
-    rows = []
-    for name in names():
-        head, script, _, _ = read_patch(name)
-        removed, added, _ = changes(name)
-        rows.append((name, script, removed + added, head.partition("\nIdea:")[0].removeprefix("What:")))
-    for path in FOLDER.glob("*.py"):
-        rows.append((path.name, "a file", "-", ast.get_docstring(ast.parse(path.read_text()))))
-    for name, script, lines, what in [("name", "of", "lines", "what"), *sorted(rows)]:
-        print(f"{name:18} {script:12} {lines:>5}  {textwrap.shorten(what, 80, placeholder=' ...')}")
+    """By what a researcher wants to change: name, script, changed lines, and what it does in half a line."""
+    for title, group in GROUPS.items():
+        print(f"{title}:")
+        for name in group.split():
+            script, lines, text = "file", "", ""
+            if name in names():
+                text, script, _, _ = read_patch(name)
+                lines, text = sum(changes(name)[:2]), text.partition("\nIdea:")[0].removeprefix("What:")
+                script = script.partition("_")[0]
+            else:
+                text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())).removeprefix("Reward:")
+            print(f"  {name:17} {script:4} {lines:>3}  {textwrap.shorten(text, 88, placeholder=' ...')}")
 
 
 def main():
