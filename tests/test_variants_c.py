@@ -93,7 +93,7 @@ def answers_of_all_lengths():
 
 
 def test_no_baseline_has_less_variance_than_the_length_weighted_mean():
-    """2505.23585, section 3.2, on all answers: it leaves the gradient as it is, as every constant does."""
+    """2505.23585, on all answers: it leaves the gradient as it is, as every constant does."""
     probabilities, lengths, scores, slopes = answers_of_all_lengths()
     scores = scores * (lengths < 3)
     best = (probabilities * lengths) @ scores / (probabilities @ lengths.to(F))
