@@ -5,9 +5,8 @@
     python benchmarks/tasks.py boxes FOLDER         in which of two boxes? with a model that guesses, and guesses again
     python benchmarks/tasks.py lengths FOLDER       the embedded task, with a model that is now brief and now verbose
     python benchmarks/tasks.py hard FOLDER          the embedded task, with a model that hardly ever shows its work
-    python benchmarks/tasks.py shown FOLDER         the embedded task, with a model that can follow a solution
 
-Each writes FOLDER/model; all but `lengths`, `hard` and `shown` FOLDER/train.jsonl and FOLDER/test.jsonl, too.
+Each writes FOLDER/model; all but `lengths` and `hard` FOLDER/train.jsonl and FOLDER/test.jsonl, too.
 
 `sequence`: a randomly initialised Llama of 0.1M parameters, a token for each digit, is asked for the next eight digits
 of an arithmetic sequence modulo ten. Its rewards are functions of this file, `--reward benchmarks/tasks.py:NAME`: for
@@ -28,9 +27,6 @@ summed (`right_plus_near`).
 
 `hard`: the embedded model after a minute of pretraining in which 2% of the answers are worked and a quarter hasty (not
 a third and a sixth): of groups of eight six in seven have no worked answer to learn from.
-
-`shown`: the embedded model after a few minutes of pretraining in which half of the questions come with their solution
-and are answered like it, the others as before. It can follow its context, as large models do (for self_distill.patch).
 """
 
 import argparse
@@ -238,26 +234,9 @@ def make_hard(folder):
     pretrain(folder, draw, num_steps=100)
 
 
-# ---------------------------------------------------------------------------------------- a solution in the prompt
-
-
-def make_shown(folder):
-    rng = random.Random(1)
-
-    def draw_one():
-        question, steps = make_tiny.make_problem(rng)
-        if rng.random() < 0.5:
-            return [question, make_tiny.pretraining_text(rng, question, steps, make_tiny.WORKED)]
-        answer = " " + make_tiny.worked_answer(steps)
-        # The prompt of the teacher in self_distill.patch.
-        return [f"{question}\nCorrect solution:\n\n{answer}\n\nCorrectly solve the original question.", answer]
-
-    pretrain(folder, lambda batch: [draw_one() for _ in range(batch)], num_steps=200)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=("sequence", "calculator", "boxes", "lengths", "hard", "shown"))
+    parser.add_argument("task", choices=("sequence", "calculator", "boxes", "lengths", "hard"))
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -267,6 +246,5 @@ if __name__ == "__main__":
         "boxes": make_boxes,
         "lengths": make_lengths,
         "hard": make_hard,
-        "shown": make_shown,
     }
     makers[args.task](args.folder)
