@@ -88,6 +88,7 @@ def flags_of(name, folder):
         "vc_ppo": {"critic_warmup_iterations": 1},
         "target_kl": {"ppo_epochs": 3, "target_kl": 1e-9},  # after the first step
         "lora_bf16": {"lora_rank": 2, "dtype": "bfloat16"},
+        "mask_truncated": {"temperature": 5.0, "max_response_length": 32},  # or no response ends, and nothing trains
         "fp16": {"dtype": "float16"},
     }
     return flags | own.get(name, {})
