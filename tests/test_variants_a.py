@@ -116,12 +116,11 @@ def test_the_engine_has_our_autocast(train, folder, tmp_path, monkeypatch):
     assert all(1e-5 < a < 2 * b for a, b in zip(diffs(metrics), diffs(plain), strict=True))
 
 
-def test_a_run_repeats_and_resumes_to_the_bit(train, folder):
-    flags = {"total_iterations": 2, "save_every": 1, "eval_rows": 3, "eval_dataset": f"{folder}/test.jsonl"}
+def test_a_run_repeats_and_resumes_to_the_bit(train):
+    flags = {"total_iterations": 2, "save_every": 1}
     whole = untimed(train("paged", run_name="whole", **flags))
     train("paged", run_name="parts", **flags | {"total_iterations": 1})
-    for a, b in zip(untimed(train("paged", run_name="parts", resume=True, **flags)), whole, strict=True):
-        assert {name: a[name] for name in b} == b  # and the evaluation at the end of its first part
+    assert untimed(train("paged", run_name="parts", resume=True, **flags)) == whole
 
 
 def test_an_error_in_the_engine_ends_the_run(train, monkeypatch):
