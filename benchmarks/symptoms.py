@@ -147,8 +147,8 @@ def make_table(results):
     found, alarms, tried = compare(results)
     said = ", ".join(f"`{metric}` of {script} {seed}" for script, seed, metric in alarms)
     unseen = len(found.pop("ppo-seed-6"))
-    about = f"Each healthy seed against the other four: {len(alarms)} of {tried} metrics left the band within 12 "
-    about += f"iterations{' (' * bool(said)}{said}{')' * bool(said)}; of a sixth seed of PPO {unseen or 'none'}."
+    about = f"We compared each healthy seed with the other four: {len(alarms)} of {tried} metrics left its band within "
+    about += f"12 iterations{' (' * bool(said)}{said}{')' * bool(said)}, and of a sixth seed of PPO {unseen or 'none'}."
     heads = [name if name.endswith(("/mean", "/std")) else name.split("/")[1] for name in COLUMNS]
     lines = [["broken run", *(f"`{head}`" for head in heads)], ["---"] * (1 + len(heads))]
     for name, outs in found.items():

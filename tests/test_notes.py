@@ -1,5 +1,6 @@
 """The notes: their blocks run, their tags, links, names and flags exist, their figures come from their scripts."""
 
+import csv
 import doctest
 import itertools
 import os
@@ -199,6 +200,22 @@ def test_every_metric_of_a_run_is_in_the_debugging_note():
     names = {"eval/score_sampled", *re.findall(rf'"((?:{kinds})/\w+)"', scripts)}
     assert len(names) >= 26 and [name for name in sorted(names) if f"`{name}`" not in text] == []
     assert set(re.findall(r"(?m)^\| `(\w+/\w+)` \|", text)) <= names  # and its table has no other
+
+
+def test_the_usual_ranges_in_the_debugging_note_are_those_of_the_default_runs():
+    """Lowest and highest of all iterations of five seeds."""
+
+    def usual(name, metric):
+        files = (ROOT / "benchmarks" / "results" / name).glob("seed_*.csv")
+        found = [float(row[metric]) for file in files for row in csv.DictReader(file.open()) if row.get(metric)]
+        digits = 4 if metric == "actor/ratio_mean" else 2
+        low, high = (f"{end(found):.{digits}g}" for end in (min, max)) if found else ("", "")
+        return low if low == high else f"{low}…{high}"
+
+    text = (ROOT / "notes" / "09-debugging.md").read_text()
+    rows = re.findall(r"(?m)^\| `(\S+/\S+)` \| (.*?) \| (.*?) \| .* \|$", text)
+    assert len(rows) == 23
+    assert [row for row in rows if (usual("ppo", row[0]), usual("grpo", row[0])) != row[1:]] == []
 
 
 @pytest.mark.slow
