@@ -218,6 +218,22 @@ def test_the_usual_ranges_in_the_debugging_note_are_those_of_the_default_runs():
     assert [row for row in rows if (usual("ppo", row[0]), usual("grpo", row[0])) != row[1:]] == []
 
 
+def test_the_experiments_of_the_path_are_the_committed_runs():
+    """Scores of the last evaluations, and groups that agree in the first three iterations."""
+    text = (ROOT / "notes" / "10-learning-path.md").read_text()
+    shown = re.findall(r"(?m)^\| `([\w-]+)`(?:, n = \d)? \| (\d) \| (.*?) \| (.*?) \| (.*?) \| (.*?) ?\|$", text)
+    assert [name for name, *_ in shown] == ["ppo", "grpo", "grpo-n2", "grpo-n4"]
+    for name, count, *cells, agree in shown:
+        files = (ROOT / "benchmarks" / "results" / name).glob("seed_*.csv")
+        seeds = [list(csv.DictReader(file.open())) for file in files]
+        scores = [[float(row["eval/score_sampled"]) for row in rows if row["eval/score_sampled"]][-1] for rows in seeds]
+        assert int(count) == len(seeds)
+        assert cells == [f"{score:.3f}" for score in (sum(scores) / len(seeds), min(scores), max(scores))]
+        if agree:
+            first = [float(row["group/zero_std_frac"]) for rows in seeds for row in rows[1:4]]
+            assert agree == f"{sum(first) / len(first):.2f}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
 def test_figures_are_what_their_scripts_draw(path, monkeypatch, tmp_path):
