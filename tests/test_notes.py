@@ -234,6 +234,21 @@ def test_the_experiments_of_the_path_are_the_committed_runs():
             assert agree == f"{sum(first) / len(first):.2f}"
 
 
+def test_the_tables_of_the_hacked_verifier_are_the_committed_runs():
+    text = (ROOT / "notes" / "08-rewards-and-data.md").read_text()
+
+    def rows(name):
+        return list(csv.DictReader((ROOT / "benchmarks" / "results" / "real" / f"{name}.csv").open()))
+
+    names = "step", "reward/mean", "kl/mean", "actor/entropy", "response/truncated_frac", "eval/score"
+    for step in (0, 1, 4, 5, 7, 10):
+        row = " | ".join(rows("hacked")[step][name] for name in names)
+        assert re.sub(" +", " ", f"\n| {row} |\n") in text
+    for seed in 1, 2, 3:
+        scores = [row["eval/score"] for row in rows(f"additions-{seed}") if row["eval/score"]]
+        assert f"\n| {seed} | {' | '.join(scores)} |\n" in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
 def test_figures_are_what_their_scripts_draw(path, monkeypatch, tmp_path):
