@@ -264,9 +264,23 @@ def check_flags(script, flags, num_processes=2):
     return args
 
 
-def test_named_algorithms_in_the_readme_are_legal():
+def test_the_front_door_is_short_and_what_it_shows_is_there():
+    """It shows the loop of grpo_llm.py by lines of it."""
+    text = (ROOT / "README.md").read_text()
+    assert (
+        len(text.splitlines()) <= 130 and len(text.partition("accelerate launch grpo_llm.py --model")[0].split()) <= 450
+    )
+    (excerpt,) = re.findall(r"(?ms)^```python\n(.*?)^```$", text)
+    lines = [line.partition("  # ")[0].strip() for line in excerpt.splitlines()]
+    script = [line.strip() for line in read_script("grpo_llm").splitlines()]
+    places = [next(i for i, known in enumerate(script) if known.partition("  # ")[0] == line) for line in lines]
+    assert places == sorted(places) and len(lines) >= 10
+
+
+def test_named_algorithms_in_chapter_5_are_legal():
     """What their flags do: test_oracle.py. The variants: test_variants.py."""
-    rows = dict(re.findall(r"^\| (\S+) \| `(--[^`]*)` \|", readme(), re.M))
+    chapter = (ROOT / "notes" / "05-grpo.md").read_text()
+    rows = dict(re.findall(r"^\| (\S+) \| `(--[^`]*)` \|", chapter, re.M))
     assert rows.keys() >= {"Dr.GRPO", "RLOO", "REINFORCE++", "REINFORCE++-baseline"}
     for flags in rows.values():
         check_flags("grpo_llm", flags)
@@ -276,8 +290,8 @@ def test_results_in_the_readme_are_those_of_the_committed_runs():
     compare, learning = load_benchmark("compare"), load_benchmark("learning")
     results, read_runs = ROOT / "benchmarks" / "results", load_benchmark("plot").read_runs
     names = ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "grpo-lora", "ppo-fsdp", "grpo-fsdp"]
-    table = compare.make_table(results, names)
-    assert table in readme() and (results / "comparison.md").read_text().strip() == table
+    assert (results / "comparison.md").read_text().strip() == compare.make_table(results, names)
+    assert compare.make_table(results, ["ppo", "grpo", "grpo-lora", "ppo-fsdp"]) in readme()
     hard = compare.make_table(results / "hard", ["grpo", "dr_grpo", "rloo", "ppo", "dapo"], [10, 20, 40])
     assert hard in (results / "hard" / "README.md").read_text()
     for path in [*results.glob("*/table.md"), *results.glob("hard/*/table.md")]:
@@ -301,10 +315,13 @@ def test_results_in_the_readme_are_those_of_the_committed_runs():
     first, *_, last = [json.loads(line) for line in lines]
     before, after = [" ".join(row["response"].split()) for row in (first, last)]
     assert (first["iteration"], last["iteration"]) == (0, 40)
-    for page in ROOT / "README.md", ROOT / "notes" / "web" / "home.md":
-        text = " ".join(page.read_text().replace("> ", "").split())
-        assert first["prompt"] in text
-        assert re.search(f"(?i)before: `{re.escape(before)}`.* after: `{re.escape(after)}`", text), page.name
+    text = " ".join((ROOT / "notes" / "web" / "home.md").read_text().replace("> ", "").split())
+    assert first["prompt"] in text
+    assert re.search(f"(?i)before: `{re.escape(before)}`.* after: `{re.escape(after)}`", text)
+    # That of the real model: the first of the ten answers that are kept of its first seed.
+    for when, said in ("before", "10 + 35 = 50"), ("after", "10 + 35 = 45"):
+        line = (results / "real" / f"additions-1-{when}.jsonl").read_text().splitlines()[0]
+        assert json.loads(line)["response"] == said and f'"{said}"' in readme()
 
 
 def test_what_the_notes_say_of_the_story_runs_is_so():
@@ -356,7 +373,7 @@ def test_what_the_notes_say_of_the_story_runs_is_so():
 def test_ci_ends_with_the_test_command_of_the_readme_and_the_slow_tests():
     """And then the one variant that needs an environment of its own, which the guide makes from the same file."""
     before, after = (ROOT / ".ci" / "run").read_text().split("\npytest -m slow\n")
-    assert f"```bash\n{before.splitlines()[-1]}\n```" in readme()
+    assert f"\n{before.splitlines()[-1]}\n```" in readme()
     assert "-r tests/vllm.txt" in after and "tests/test_vllm.py" in after
     assert "-r tests/vllm.txt" in (ROOT / "notes" / "guide.md").read_text()
 

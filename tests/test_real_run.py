@@ -147,6 +147,28 @@ def test_figures_of_memory_are_computed(clone):
     assert [figure for figure in shown if figure not in text] == []
 
 
+def test_the_memory_that_the_readme_forecasts_is_computed():
+    text = (ROOT / "README.md").read_text()
+    start = shlex.split(
+        re.search(r"(?s)accelerate launch grpo_llm.py (--model Qwen.*?)\n```", text)[1].replace("\\\n", " ")
+    )
+    number = {"one": 1, "two": 2, "four": 4}
+    found = re.findall(r"(?m)^\| (\S+) \| (\w+) of (\d+) GB \| (.+) \| (\S+) GB \|$", text)
+    for model, cards, card, what, shown in found:
+        script, *words = what.strip("`").split() if "py" in what else ["grpo_llm.py", *start[4:]]
+        known = {word: words[i + 1] if i + 1 < len(words) else "" for i, word in enumerate(words)}
+        assert known.keys() >= {word for word in words if word.startswith("--")}
+        options = {"sharded": "fsdp" in script, "checkpointing": "--gradient-checkpointing" in words, "critic": False}
+        options |= {
+            "lora_rank": int(known.get("--lora-rank", 0)),
+            "tokens": int(known.get("--microbatch-tokens", 2048)),
+        }
+        options |= {"rows": min(int(known.get("--rollout-batch-size", 128)), 256 // number[cards])}
+        peak = memory.budget(memory.SHAPES[model.removesuffix("-Instruct")], number[cards], **options)["peak"]
+        assert f"{peak / 1e9:.1f}" == shown and peak <= 0.9e9 * float(card), model
+    assert len(found) == 4
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS * (name in WITH_VLLM)) for name in RUNS])
 def test_commands_run(name, done, inputs):
     console, folder = done(name)
