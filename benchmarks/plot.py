@@ -16,23 +16,23 @@ import sys
 from pathlib import Path
 
 PANELS = [  # title, metrics drawn in it (the second dashed)
-    ("eval score (dashed: sampled)", ["eval/score", "eval/score_sampled"]),
-    ("reward", ["reward/mean"]),
-    ("response length (tokens)", ["response/length_mean"]),
-    ("entropy (nats per token)", ["actor/entropy"]),
-    ("KL to the reference (per token)", ["kl/mean"]),
-    ("approximate KL to the old policy", ["actor/approx_kl"]),
-    ("advantage std (before whitening)", ["advantage/std"]),
-    ("actor loss", ["actor/loss"]),
-    ("clip fraction", ["actor/clipfrac"]),
-    ("critic loss", ["critic/loss"]),
-    ("critic explained variance", ["critic/explained_variance"]),
-    ("gradient norm (dashed: critic)", ["actor/grad_norm", "critic/grad_norm"]),
+    ("test score, greedy (dashed: sampled)", ["eval/score", "eval/score_sampled"]),
+    ("score of the training batch", ["reward/mean"]),
+    ("length of a response (tokens)", ["response/length_mean"]),
+    ("how undecided the policy is (entropy)", ["actor/entropy"]),
+    ("distance from the start (KL per token)", ["kl/mean"]),
+    ("change within an iteration (KL)", ["actor/approx_kl"]),
+    ("spread of the advantages (std)", ["advantage/std"]),
+    ("actor loss (no measure of success)", ["actor/loss"]),
+    ("share of tokens that the clip stops", ["actor/clipfrac"]),
+    ("critic loss (error of its forecasts)", ["critic/loss"]),
+    ("returns that the critic explains (share)", ["critic/explained_variance"]),
+    ("size of the gradient (dashed: critic)", ["actor/grad_norm", "critic/grad_norm"]),
 ]
 GROUP_PANELS = [  # in place of the critic's, when no run has one
-    ("groups whose responses score alike", ["group/zero_std_frac"]),
-    ("truncated responses", ["response/truncated_frac"]),
-    ("gradient norm", ["actor/grad_norm"]),
+    ("share of groups that score alike", ["group/zero_std_frac"]),
+    ("share of truncated responses", ["response/truncated_frac"]),
+    ("size of the gradient", ["actor/grad_norm"]),
 ]
 AXES = {"iteration": "step", "responses": "responses", "time": "time/elapsed"}
 AXIS_LABELS = {"iteration": "iteration", "responses": "sampled responses", "time": "seconds"}

@@ -4,6 +4,7 @@
     python benchmarks/walls.py noise      how noisy the gradient is with a baseline and without, at two policies
     python benchmarks/walls.py best       which baseline would leave the least noise
     python benchmarks/walls.py kinds      the estimates of the KL after 40 iterations: mean and spread over tokens
+    python benchmarks/walls.py tables     print the tables of results in chapter 1, which a test compares
 
 The chapter's learning curves are experiments of variant_runs.py.
 """
@@ -13,6 +14,7 @@ import contextlib
 import csv
 import io
 import re
+import statistics
 import sys
 from pathlib import Path
 from unittest import mock
@@ -166,12 +168,107 @@ def kinds(results, seeds):
     write(results / "kinds.csv", found)
 
 
+def score_rows(*experiments, steps=(10, 20, 40)):
+    """Sampled test scores of the seeds of experiments [(words, name, ...)] of variant_runs.py, a cell for each step."""
+    found = []
+    for words, name, *columns in experiments:
+        runs, zero = read("variants", name), 10 * ("ten" in name)
+        for step in steps:
+            scores = [float(run[step]["eval/score_sampled"]) - zero for run in runs]
+            columns.append(", ".join(f"{score:.2f}" for score in scores))
+        found.append([f"{words} (`{name}`)", *columns])
+    return found
+
+
+def read(*place):
+    """The rows of a folder's seeds."""
+    return [list(csv.DictReader(path.open())) for path in sorted(RESULTS.parent.joinpath(*place).glob("seed_*.csv"))]
+
+
+def span(values, form=".1f"):
+    low, high = f"{min(values):{form}}", f"{max(values):{form}}"
+    return low if low == high else f"{low} to {high}"
+
+
+def tables():
+    """The tables of results in chapter 1, as Markdown."""
+    iterations = ["after 10", "20", "40"]
+    learns = [["sampled test score", "before", *iterations], *score_rows(("policy gradient", "reinforce"), steps=(0, 10, 20, 40))]
+
+    rows = list(csv.DictReader((RESULTS / "noise.csv").open()))
+    variances = {(row["policy"], row["baseline"]): [] for row in rows}
+    for row in rows:
+        variances[row["policy"], row["baseline"]].append(float(row["variance"]))
+    noises = [["noise of the gradient, by baseline", "at the start", "later"]]
+    for baseline, words in (
+        ("none, scores 10 and 11", "none, scores 10 and 11"),
+        ("none", "none, scores 0 and 1"),
+        ("batch mean", "mean of the batch (the unit)"),
+        ("group mean", "mean of the group"),
+        ("token mean", "mean over tokens"),
+    ):
+        cells = []
+        for policy in "start", "later":
+            found = [x / unit for x, unit in zip(variances[policy, baseline], variances[policy, "batch mean"])]
+            cells.append(span(found, ".0f" if "10" in words or "unit" in words else ".1f"))
+        noises.append([words, *cells])
+
+    zeros = [["sampled test score", *iterations]]
+    zeros += score_rows(
+        ("10 and 11, no baseline", "reinforce-ten"),
+        ("10 and 11, mean of the batch", "reinforce-ten-mean"),
+        ("0 and 1, mean of the batch", "reinforce-mean"),
+        ("0 and 1, no baseline", "reinforce"),
+    )
+    plain = [["sampled test score", *iterations]]
+    plain += score_rows(("one step", "plain_pg-1step"), ("sixteen steps", "plain_pg-epochs4"))
+
+    clip = [["sixteen steps", "largest ratio", "in the median iteration", *iterations]]
+    for words, experiment in ("ratio only", "ppo-epochs4-ratio"), ("ratio and clip", "ppo-epochs4"):
+        largest = [[float(row["actor/ratio_max"]) for row in run[1:]] for run in read("variants", experiment)]
+        cells = [", ".join(f"{max(x):.0f}" for x in largest), ", ".join(f"{statistics.median(x):.1f}" for x in largest)]
+        clip += score_rows((words, experiment, *cells))
+
+    stories = [["price of a nat", "rise of the score", "KL at the end", "variety of words"]]
+    lines = (RESULTS.parent / "stories" / "table.md").read_text().splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines]
+    for price in "off", "0.003", "0.01", "0.03", "0.1", "0.3":
+        runs = [row for row in cells if row[0] == f"ppo-kl-{price}"]
+        columns = [", ".join(row[k].replace("-", "\N{MINUS SIGN}") for row in runs) for k in (5, 6, 9)]
+        stories.append(["0" if price == "off" else price, *columns])
+
+    whitened = [["sampled test score", *iterations], *score_rows(("whitened", "ppo"), ("not whitened", "ppo-raw"))]
+
+    one = [["sampled test score", *iterations]]
+    for name, words in (
+        ("ppo", "GAE: one for each token"),
+        ("one-advantage-first", "score minus the value of the prompt"),
+        ("one-advantage-last", "score minus the value before the last token"),
+    ):
+        runs, columns = read(name)[:3], []
+        for step in "10", "20", "40":
+            found = [float(row["eval/score_sampled"]) for run in runs for row in run if row["step"] == step]
+            columns.append(f"{sum(found) / 3:.3f} ({min(found):.3f}-{max(found):.3f})")
+        one.append([f"{words} (`{name}`)", *columns])
+
+    everything = learns, noises, zeros, plain, clip, stories, whitened, one
+    texts = []
+    for first, *others in everything:
+        rule = "|---" * len(first) + "|\n"
+        head, *lines = [f"| {' | '.join(row)} |\n".replace("|  |", "| |") for row in (first, *others)]
+        texts.append("".join([head, rule, *lines]))
+    return texts
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tiny", "noise", "best", "kinds"])
+    parser.add_argument("what", choices=["tiny", "noise", "best", "kinds", "tables"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.what == "tables":
+        print("\n".join(tables()))
+        return
     torch.set_num_threads(1)
     {"tiny": tiny, "noise": noise, "best": best, "kinds": kinds}[args.what](args.results, args.seeds)
 

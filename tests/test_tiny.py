@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import ROOT, load_script, read_metrics
-from test_project import code_numbers
+from test_project import code_numbers, load_benchmark
 
 sys.path.append(str(ROOT / "notes"))
 import tiny_ppo
@@ -110,6 +110,20 @@ def test_the_pieces_of_the_chapter_are_those_of_the_file():
     assert len(pieces) >= 5
     for piece in pieces:
         assert piece in source, piece
+
+
+def test_the_tables_of_results_are_what_the_runs_say():
+    """As `python benchmarks/walls.py tables` prints them; and scores that stand in the text."""
+    walls = load_benchmark("walls")
+    found = walls.tables()
+    assert len(found) >= 8 and [table for table in found if table not in CHAPTER] == []
+    text = " ".join(CHAPTER.split())
+    (*_, best) = walls.score_rows(("", "ppo-epochs4-ratio"))
+    ten, _, forty = [re.sub(r"(.*),", r"\1 and", cell) for cell in best[1:]]
+    assert f"after 10 iterations the three seeds are at {ten}, after 40 at {forty}" in text
+    for path in sorted(walls.RESULTS.glob("tiny_*.csv")):
+        lines = path.read_text().splitlines()
+        assert f"from {lines[1].split(',')[-1]} to {lines[-1].split(',')[-1]} in 40 iterations" in text
 
 
 def test_the_table_of_what_a_real_run_adds_counts_right():

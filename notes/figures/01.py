@@ -1,4 +1,5 @@
-"""Figures of note 1, `python notes/figures/01.py`: phases, token_table, credit, clip, noise, wall_*, hacking, group.
+"""Figures of note 1, `python notes/figures/01.py`: loop, phases, token_table, credit, clip, noise, wall_*, hacking,
+group.
 
 The numbers of token_table.png go to notes/web/response.js, too: the site has them with sliders.
 """
@@ -25,6 +26,44 @@ sys.path.insert(0, str(ROOT))
 def save(figure, name):
     figure.savefig(FIGURES / f"{name}.png", dpi=110, facecolor="white", bbox_inches="tight")
     plt.close(figure)
+
+
+def loop():
+    """The chapter in one picture: what happens in an iteration, in plain words, and which section has it."""
+    figure, axes = plt.subplots(figsize=(9.4, 3.5))
+    axes.set(xlim=(0, 100), ylim=(0, 40))
+    axes.axis("off")
+
+    def box(x, y, width, height, title, text, sections, color, style="-"):
+        patch = plt.Rectangle((x, y), width, height, facecolor=color, edgecolor="#222222", lw=1.2, ls=style)
+        axes.add_patch(patch)
+        middle = x + width / 2
+        axes.text(middle, y + height - 1.2, title, ha="center", va="top", fontsize=10, weight="bold")
+        axes.text(middle, y + height - 4.8, text, ha="center", va="top", fontsize=8.2, linespacing=1.35)
+        axes.text(middle, y + 0.8, sections, ha="center", va="bottom", fontsize=8, color="#555555")
+
+    def arrow(*points, text="", at=(0, 0)):
+        for start, end in pairwise(points[:-1]):
+            axes.plot(*zip(start, end), color="#222222", lw=1)
+        options = {"arrowstyle": "-|>", "color": "#222222", "lw": 1, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", xy=points[-1], xytext=points[-2], arrowprops=options)
+        axes.text(*at, text, fontsize=8.5, style="italic", ha="center", va="center")
+
+    blue, green, yellow = "#eef3fb", "#e3f2e1", "#fdf3dc"
+    box(0.5, 16, 21, 15.5, "1. Answer", "The model writes\nanswers to a batch\nof questions.", "1.1", blue)
+    box(26.5, 16, 21, 15.5, "2. Score", "A rule or another model\nscores each answer.", "1.1", blue)
+    text = "Which tokens did better\nthan expected?"
+    box(52.5, 16, 21, 15.5, "3. Compare", text, "1.3, 1.7, 1.8", blue)
+    text = "Make those tokens more\nlikely, the others less,\nin small steps."
+    box(78.5, 16, 21, 15.5, "4. Learn", text, "1.2, 1.4, 1.5", green)
+    text = "A copy that never changes:\ngoing far from it costs score."
+    box(46, 0.2, 34, 12.3, "The model before training", text, "1.6", yellow, "--")
+    for x in 21.5, 47.5, 73.5:
+        arrow((x, 23.75), (x + 5, 23.75))
+    arrow((63, 12.5), (63, 16))
+    back = "the improved model answers the next batch; the old answers are thrown away"
+    arrow((89, 31.5), (89, 36), (11, 36), (11, 31.5), text=back, at=(50, 37.8))
+    save(figure, "loop")
 
 
 def phases():
@@ -278,22 +317,23 @@ def noise():
     figure, axes = plt.subplots(figsize=(6.2, 2.5))
     ticks = []
     looks = (
-        ("none, scores 10 and 11", "#d62728"),
-        ("none", "black"),
-        ("batch mean", "#1f77b4"),
-        ("group mean", "#2ca02c"),
-        ("token mean", "#9467bd"),
+        ("none, scores 10 and 11", "#d62728", "none, scores 10 and 11"),
+        ("none", "black", "none, scores 0 and 1"),
+        ("batch mean", "#1f77b4", "mean of the batch"),
+        ("group mean", "#2ca02c", "mean of the group"),
+        ("token mean", "#9467bd", "mean over tokens"),
     )
     for policy, words in ("start", "at the start"), ("later", "later"):
-        for baseline, color in looks:
+        for baseline, color, label in looks:
             found = [x / y for x, y in zip(variances(policy, baseline), variances(policy, "batch mean"))]
             axes.plot(found, [len(ticks)] * len(found), "o", color=color, ms=6, alpha=0.8)
-            ticks.append(f"{words}: {baseline}")
+            ticks.append(f"{words}: {label}")
     axes.set_xscale("log")
     axes.set_yticks(range(len(ticks)), ticks, fontsize=8)
     axes.invert_yaxis()
     axes.grid(axis="x", which="both", lw=0.3)
-    axes.set_xlabel("variance of the gradient, in units of that with the batch's mean", fontsize=8.5)
+    axes.set_title("noise of the gradient, by baseline", fontsize=10)
+    axes.set_xlabel("variance from batch to batch (1: with the mean of the batch as the baseline)", fontsize=8.5)
     save(figure, "noise")
 
 
@@ -367,17 +407,19 @@ def group():
 
 
 if __name__ == "__main__":
+    loop()
     phases()
     token_table()
     credit()
     clip()
     noise()
     plain = {"reinforce-ten": ("10 and 11, no baseline", "#d62728", "-")}
-    plain["reinforce-ten-mean"] = ("10 and 11, the batch's mean", "#1f77b4", "--")
+    plain["reinforce-ten-mean"] = ("10 and 11, mean of the batch", "#1f77b4", "--")
     plain["reinforce"] = ("0 and 1, no baseline", "black", ":")
-    wall("wall_baseline", plain, "one step a batch")
-    steps = {"plain_pg-epochs4": ("neither", "#d62728", "-"), "ppo-epochs4-ratio": ("ratio", "#1f77b4", "--")}
+    wall("wall_baseline", plain, "scores and baseline, one step per batch")
+    steps = {"plain_pg-epochs4": ("neither ratio nor clip", "#d62728", "-")}
+    steps["ppo-epochs4-ratio"] = ("ratio only", "#1f77b4", "--")
     steps["ppo-epochs4"] = ("ratio and clip", "black", "-")
-    wall("wall_steps", steps, "sixteen steps a batch")
+    wall("wall_steps", steps, "sixteen steps per batch")
     hacking()
     group()
