@@ -77,6 +77,18 @@ def test_formulas_survive_github(path):
         assert not re.search(r"[^A-Za-z0-9]_|\*|<[A-Za-z]|\]\(|\\[^A-Za-z\s]", match[0]), match[0]
 
 
+def test_the_table_of_steps_in_chapter_3_is_what_the_runs_say():
+    text = (ROOT / "notes" / "03-clip.md").read_text()
+    rows = re.findall(r"(?m)^\|[^|]*\| `((?:ppo|plain_pg)[\w-]*)` \| (.*) \|$", text)
+    for name, cells in rows:
+        files = sorted((ROOT / "benchmarks" / "results" / "variants" / name).glob("seed_*.csv"))
+        runs = [list(csv.DictReader(file.open())) for file in files]
+        said = [" ".join(f"{float(run[step]['eval/score_sampled']):.2f}" for run in runs) for step in (10, 20, 40)]
+        said.append(f"{max(float(row['actor/approx_kl']) for run in runs for row in run[1:]):.2g}")
+        assert cells.split(" | ") == said, name
+    assert len(rows) == 6
+
+
 @each_page
 def test_links_lead_somewhere(path):
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
