@@ -14,7 +14,7 @@ each is the state s_t, and r_i is the score of answer i:
     loss                  = mean over tokens of [max(-A*rho, -A*clip(rho, 1-lo, 1+hi)) - c_H*H + c_KL*KL]  (1707.06347)
 
 An estimator alone does not make its paper's algorithm: averages (--loss-agg) and the place of the KL differ, too. The
-README lists the flags of each. Departures from the papers: the reference never moves. A KL in the reward counts for the
+notes (5.13) list the flags. Departures from the papers: the reference never moves. A KL in the reward counts for the
 whole answer. REINFORCE++ is whitened over answers, not tokens. Each optimizer step has a single denominator, so every
 token or answer has the same weight, whatever the micro-batch size or number of processes.
 
