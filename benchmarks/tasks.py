@@ -3,6 +3,7 @@
     python benchmarks/tasks.py sequence FOLDER      continue 2581, 4703.., with a model that knows nothing
     python benchmarks/tasks.py calculator FOLDER    word problems too large for the head of a model that can calculate
     python benchmarks/tasks.py boxes FOLDER         in which of two boxes? with a model that guesses, and guesses again
+    python benchmarks/tasks.py guess FOLDER         a number from 1 to 8 in four turns, with a model that rarely listens
     python benchmarks/tasks.py lengths FOLDER       the embedded task, with a model that is now brief and now verbose
     python benchmarks/tasks.py hard FOLDER          the embedded task, with a model that hardly ever shows its work
 
@@ -19,6 +20,10 @@ for results, `<calc>37*48</calc>1776` (for tool_call.patch); its reward is `gsm8
 `boxes`: nothing tells in which of two boxes the nuts are, so that half of the first answers are right, whatever is
 learned. The embedded model after half a minute of pretraining on guesses, in which a second answer has nothing to do
 with the first. Who listens is right the second time (for two_turns.patch); its reward is `gsm8k`.
+
+`guess`: the embedded model after half a minute of pretraining on games in which three guesses of four are random, and
+one is among the numbers that are left. It wins about half of its games; with guesses that halve what is left, all are
+won (for environment.patch).
 
 `lengths`: the embedded model after a minute of pretraining on worked answers that say their last step one to five
 times, so that there are right answers of many lengths to choose from (for length_control.py). Two rewards of it are
@@ -42,7 +47,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TINY = Path(__file__).resolve().parent / "tiny"
-sys.path.append(str(TINY.parents[1]))
+sys.path += str(TINY.parents[1]), str(TINY.parents[1] / "notes" / "variants")
+from guess import GuessInText  # noqa: E402
+
 from grpo_llm import gsm8k  # noqa: E402
 
 
@@ -190,6 +197,38 @@ def make_boxes(folder):
     write_rows(folder, "train", rows[300:])
 
 
+# ------------------------------------------------------------------------------------------------- higher or lower
+
+
+def make_guess(folder):
+    rng = random.Random(1)
+
+    def ask():
+        name, item = rng.choice(("Ana", "Ben", "Eva", "Leo", "Mia")), rng.choice(("books", "coins", "eggs", "shells"))
+        return f"{name} has {rng.randint(2, 99)} {item} and thinks of a number from 1 to 8. Which?"
+
+    def draw(batch):
+        games = []
+        for _ in range(batch):
+            texts, game, said = [], GuessInText(), ask()
+            game.reset(rng.randint(1, 8))
+            low, high = 1, 8
+            while said is not None:
+                guess = rng.randint(low, high) if rng.random() < 0.25 else rng.randint(1, 8)
+                texts += [said, f" {guess}"]
+                said = game.step(texts[-1])
+                low = max(low, guess + 1) if said == "\nhigher\n" else low
+                high = min(high, guess - 1) if said == "\nlower\n" else high
+            games.append(texts)
+        return games
+
+    pretrain(folder, draw, num_steps=150)
+    questions = list(dict.fromkeys(ask() for _ in range(3000)))
+    rows = [{"question": question, "answer": str(rng.randint(1, 8))} for question in questions]
+    write_rows(folder, "test", rows[:300])
+    write_rows(folder, "train", rows[300:])
+
+
 # -------------------------------------------------------------------------------------------------------- any length
 
 
@@ -236,7 +275,7 @@ def make_hard(folder):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=("sequence", "calculator", "boxes", "lengths", "hard"))
+    parser.add_argument("task", choices=("sequence", "calculator", "boxes", "guess", "lengths", "hard"))
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -244,6 +283,7 @@ if __name__ == "__main__":
         "sequence": make_sequences,
         "calculator": make_calculator,
         "boxes": make_boxes,
+        "guess": make_guess,
         "lengths": make_lengths,
         "hard": make_hard,
     }

@@ -35,7 +35,7 @@ grpo = load_script(ROOT / "grpo_llm.py")
 NAMES = variants.names()
 ON_PPO = [name for name in NAMES if variants.read_patch(name)[1] == "ppo_llm.py"]
 # Those that may have more than 60 changed lines in 10 places.
-LONG = {"shared_critic": (130, 18), "multi_reward": (64, 12)}
+LONG = {"shared_critic": (130, 18), "multi_reward": (64, 12), "environment": (90, 11)}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,15 @@ def folder(tmp_path_factory):
         "def binary(prompts, responses, answers):\n"
         "    return [float(bool(r) and r[0] < '5') for r in responses]\n\n\n"
         "def pieces(prompts, responses, answers):\n"
-        "    return [[(i + 1, 0.1) for i, c in enumerate(r) if c < 'm'] for r in responses]\n"
+        "    return [[(i + 1, 0.1) for i, c in enumerate(r) if c < 'm'] for r in responses]\n\n\n"
+        "class Echo:\n"
+        "    def reset(self, **row):\n"
+        "        self.heard = []\n\n"
+        "    def step(self, text):\n"
+        "        self.heard.append(text)\n"
+        "        return f'{len(self.heard)}-' if len(self.heard) < 4 else None\n\n"
+        "    def get_reward(self):\n"
+        "        return sum(c < 'm' for text in self.heard for c in text) / 10\n"
     )
     return folder
 
@@ -90,6 +98,7 @@ def flags_of(name, folder):
         "lora_bf16": {"lora_rank": 2, "dtype": "bfloat16"},
         "mask_truncated": {"temperature": 5.0, "max_response_length": 32},  # or no response ends, and nothing trains
         "fp16": {"dtype": "float16"},
+        "environment": {"environment": f"{folder}/toy.py:Echo", "reward": "environment", "max_response_length": 24},
     }
     return flags | own.get(name, {})
 
