@@ -214,7 +214,7 @@ def make_guess(folder):
             game.reset(rng.randint(1, 8))
             low, high = 1, 8
             while said is not None:
-                guess = rng.randint(low, high) if rng.random() < 0.25 else rng.randint(1, 8)
+                guess = rng.randint(low, high) if rng.random() < 0.5 else rng.randint(1, 8)
                 texts += [said, f" {guess}"]
                 said = game.step(texts[-1])
                 low = max(low, guess + 1) if said == "\nhigher\n" else low
@@ -222,7 +222,7 @@ def make_guess(folder):
             games.append(texts)
         return games
 
-    pretrain(folder, draw, num_steps=150)
+    pretrain(folder, draw, num_steps=300)
     questions = list(dict.fromkeys(ask() for _ in range(3000)))
     rows = [{"question": question, "answer": str(rng.randint(1, 8))} for question in questions]
     write_rows(folder, "test", rows[:300])

@@ -160,6 +160,8 @@ def test_a_scripted_game(train, scripted, numbers, batches, variant, policy, fla
         number: float(reward) for number, reward in enumerate(rewards, 1)
     }
     assert all(len(response.ids) <= flags["max_response_length"] for response in responses)
+    ends = [response.logprobs[-1] != variant("environment").NOT_SAMPLED for response in responses]
+    assert all(ends) or "max_turns" in flags  # nothing is said where there is no room for a turn
     assert metrics[1]["reward/mean"] == sum(rewards) / 8 and metrics[1]["response/truncated_frac"] == cut / 8
     assert [m["eval/score"] for m in metrics] == [sum(rewards) / 8] * 2  # evaluation plays, too
 
