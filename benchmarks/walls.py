@@ -193,7 +193,8 @@ def span(values, form=".1f"):
 def tables():
     """The tables of results in chapter 1, as Markdown."""
     iterations = ["after 10", "20", "40"]
-    learns = [["sampled test score", "before", *iterations], *score_rows(("policy gradient", "reinforce"), steps=(0, 10, 20, 40))]
+    learns = [["sampled test score", "before", *iterations]]
+    learns += score_rows(("policy gradient", "reinforce"), steps=(0, 10, 20, 40))
 
     rows = list(csv.DictReader((RESULTS / "noise.csv").open()))
     variances = {(row["policy"], row["baseline"]): [] for row in rows}
