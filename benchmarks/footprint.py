@@ -38,7 +38,15 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 import {script} as algo
 algo.save_models = lambda *args: None
-state = {{}}
+state, sizes = {{}}, []
+real_pack = algo.pack
+
+def pack(*args):
+    microbatches = real_pack(*args)
+    sizes.append((max(len(rows) * columns.stop for rows, columns in microbatches), len(microbatches)))
+    return microbatches
+
+algo.pack = pack
 
 def measure(optimizer, *_):
     tensors = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -55,6 +63,7 @@ run_dir = algo.main(algo.parse_args())
 rank = os.environ.get("RANK", "0")
 seconds = [json.loads(line).get("time/iteration") for line in open(run_dir / "metrics.jsonl")][-1]
 result = {{"peak": resident("VmHWM"), "libraries": libraries, "trained": sum(state.values()), "seconds": seconds}}
+result |= {{"tokens": max(tokens for tokens, _ in sizes), "microbatches": max(count for _, count in sizes)}}
 open({folder!r} + "/" + rank + ".json", "w").write(json.dumps(result))
 """
 
@@ -141,13 +150,24 @@ def run_real(_):
     lines = []
     for processes, extra in (1, ""), (2, ""), (2, "--lora-rank 16"):
         settings = {"bf16": False, "critic": False, "lora_rank": 16 if extra else 0, "processes": processes}
-        forecast = budget(smollm2, length=PROMPT + 24, response_length=24, rows=128 // processes, **settings)["peak"]
+        settings |= {"length": PROMPT + 24, "response_length": 24, "rows": 128 // processes}
         for found in measure("grpo_llm", ROOT / "models" / "smollm2", processes, f"{flags} {extra}"):
-            taken = found["peak"] - found["libraries"]
+            # Its micro-batches are not full: of 2,048 tokens, what a whole number of rows takes.
+            own = {name: found[name] for name in ("tokens", "microbatches")}
+            forecast, taken = budget(smollm2, **settings, **own)["peak"], found["peak"] - found["libraries"]
             gib = [f"{x / 2**30:.2f}" for x in (forecast, taken)]
-            lines.append([f"`{sizes} {extra}`".replace(" `", "`"), str(processes), *gib, f"{forecast / taken:.3f}"])
+            cells = [f"`{extra}`" if extra else "", str(processes), f"{own['tokens']:,}", str(own["microbatches"])]
+            lines.append([*cells, *gib, f"{forecast / taken:.3f}"])
             print(lines[-1], flush=True)
-    text = table(["grpo_llm.py", "processes", "forecast, GiB", "taken, GiB", "ratio"], lines)
+    names = [
+        "",
+        "processes",
+        "tokens of the largest micro-batch",
+        "micro-batches a step",
+        "forecast, GiB",
+        "taken, GiB",
+    ]
+    text = f"`grpo_llm.py {sizes}`:\n\n{table([*names, 'ratio'], lines)}"
     libraries = f"{found['libraries'] / 2**30:.2f} GiB that Python and its libraries had before the run began"
     return f"SmolLM2-135M-Instruct, float32, on CPUs. Of each process, without the {libraries}.\n\n{text}"
 
