@@ -42,6 +42,7 @@ LONG = {"shared_critic": (130, 18), "multi_reward": (64, 12), "environment": (90
 def folder(tmp_path_factory):
     """Every variant as a whole file, and a small model with data."""
     folder = tmp_path_factory.mktemp("variants")
+    sys.modules.pop("toy", None)  # the rewards of another file's folder
     for name in NAMES:
         (folder / f"{name}_llm.py").write_text(variants.patched(name))
     make_model(folder / "model", initializer_range=0.1)
