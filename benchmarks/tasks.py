@@ -3,7 +3,7 @@
     python benchmarks/tasks.py sequence FOLDER      continue 2581, 4703.., with a model that knows nothing
     python benchmarks/tasks.py calculator FOLDER    word problems too large for the head of a model that can calculate
     python benchmarks/tasks.py boxes FOLDER         in which of two boxes? with a model that guesses, and guesses again
-    python benchmarks/tasks.py guess FOLDER         a number from 1 to 8 in four turns, with a model that rarely listens
+    python benchmarks/tasks.py guess FOLDER         a number from 1 to 7, three turns, with a model that seldom listens
     python benchmarks/tasks.py lengths FOLDER       the embedded task, with a model that is now brief and now verbose
     python benchmarks/tasks.py hard FOLDER          the embedded task, with a model that hardly ever shows its work
 
@@ -21,9 +21,10 @@ for results, `<calc>37*48</calc>1776` (for tool_call.patch); its reward is `gsm8
 learned. The embedded model after half a minute of pretraining on guesses, in which a second answer has nothing to do
 with the first. Who listens is right the second time (for two_turns.patch); its reward is `gsm8k`.
 
-`guess`: the embedded model after half a minute of pretraining on games in which three guesses of four are random, and
-one is among the numbers that are left. It wins about half of its games; with guesses that halve what is left, all are
-won (for environment.patch).
+`guess`: a host thinks of a number from 1 to 7 and says "higher" or "lower" (notes/variants/guess.py). The model of 0.1M
+parameters knows a few words and digits, after half a minute of pretraining on games in which three guesses of ten are
+among the numbers that are left, and the others random. It wins four games of ten. Three guesses that halve what is left
+win all of them (for environment.patch).
 
 `lengths`: the embedded model after a minute of pretraining on worked answers that say their last step one to five
 times, so that there are right answers of many lengths to choose from (for length_control.py). Two rewards of it are
@@ -43,12 +44,12 @@ from pathlib import Path
 
 import make_tiny
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TINY = Path(__file__).resolve().parent / "tiny"
 sys.path += str(TINY.parents[1]), str(TINY.parents[1] / "notes" / "variants")
-from guess import GuessInText  # noqa: E402
+import guess  # noqa: E402
 
 from grpo_llm import gsm8k  # noqa: E402
 
@@ -81,17 +82,23 @@ def all_or_nothing(prompts, responses, answers):
     return [float(response == answer) for response, answer in zip(responses, answers)]
 
 
-def make_sequences(folder):
-    tokens = ["<pad>", "<eos>", *"0123456789"]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+def make_model(path, tokens, pre_tokenizer):
+    """A randomly initialised Llama of 0.1M parameters with these tokens, `<pad>` and `<eos>`."""
+    tokens = ["<pad>", "<eos>", *tokens]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.Fuse()
     tokenizer.add_special_tokens(tokens[:2])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-    tokenizer.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(path)
     torch.manual_seed(1)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     ids = {"vocab_size": len(tokens), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
-    LlamaForCausalLM(LlamaConfig(**sizes, **ids, max_position_embeddings=64)).save_pretrained(folder / "model")
+    LlamaForCausalLM(LlamaConfig(**sizes, **ids, max_position_embeddings=64)).save_pretrained(path)
+
+
+def make_sequences(folder):
+    make_model(folder / "model", [*"0123456789"], pre_tokenizers.Split("", "isolated"))
     rows = []
     for start in range(10):
         for step in (1, 2, 3):  # on a clock of ten hours
@@ -128,13 +135,13 @@ def write_answer(rng, steps):
     return f" First {', then '.join(shown)}.\n#### {total}"
 
 
-def pretrain(folder, draw, num_steps, batch=48):
-    """The embedded model, trained on rows that `draw(batch)` invents: each a list of texts, of which the first, third..
-    are read and the others learned, with an EOS behind each."""
+def pretrain(folder, draw, num_steps, batch=48, start=TINY / "model"):
+    """The embedded model, or the one in `start`, trained on rows that `draw(batch)` invents: each a list of texts, of
+    which the first, third.. are read and the others learned, with an EOS behind each."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(TINY / "model")
-    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
+    model = AutoModelForCausalLM.from_pretrained(start)
+    tokenizer = AutoTokenizer.from_pretrained(start)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(num_steps):
         optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, 3 * (1 - step / num_steps))
@@ -202,31 +209,29 @@ def make_boxes(folder):
 
 def make_guess(folder):
     rng = random.Random(1)
-
-    def ask():
-        name, item = rng.choice(("Ana", "Ben", "Eva", "Leo", "Mia")), rng.choice(("books", "coins", "eggs", "shells"))
-        return f"{name} has {rng.randint(2, 99)} {item} and thinks of a number from 1 to 8. Which?"
+    words = ["which", "number", "higher", "lower", "what", *"0123456789", " ", "?", "\n"]
+    make_model(folder / "model", words, pre_tokenizers.Split(Regex(r"[a-z]+|[^a-z]"), "isolated"))
+    question = "which number?"
 
     def draw(batch):
         games = []
         for _ in range(batch):
-            texts, game, said = [], GuessInText(), ask()
-            game.reset(rng.randint(1, 8))
-            low, high = 1, 8
+            texts, game, said = [], guess.GuessInText(), question
+            game.reset(rng.randint(1, guess.NUMBERS))
+            low, high = 1, guess.NUMBERS
             while said is not None:
-                guess = rng.randint(low, high) if rng.random() < 0.5 else rng.randint(1, 8)
-                texts += [said, f" {guess}"]
+                number = rng.randint(low, high) if rng.random() < 0.3 else rng.randint(1, guess.NUMBERS)
+                texts += [said, f" {number}"]
                 said = game.step(texts[-1])
-                low = max(low, guess + 1) if said == "\nhigher\n" else low
-                high = min(high, guess - 1) if said == "\nlower\n" else high
+                low = max(low, number + 1) if said == "\nhigher\n" else low
+                high = min(high, number - 1) if said == "\nlower\n" else high
             games.append(texts)
         return games
 
-    pretrain(folder, draw, num_steps=300)
-    questions = list(dict.fromkeys(ask() for _ in range(3000)))
-    rows = [{"question": question, "answer": str(rng.randint(1, 8))} for question in questions]
-    write_rows(folder, "test", rows[:300])
-    write_rows(folder, "train", rows[300:])
+    pretrain(folder, draw, num_steps=400, start=folder / "model")
+    rows = [{"question": question, "answer": str(number)} for number in range(1, guess.NUMBERS + 1)]
+    write_rows(folder, "test", rows * 20)
+    write_rows(folder, "train", rows)
 
 
 # -------------------------------------------------------------------------------------------------------- any length

@@ -45,8 +45,8 @@ def scripted(variant, folder, monkeypatch):  # noqa: F811
 
 @pytest.fixture
 def numbers(tmp_path):
-    """Flags for a game for each number from 1 to 8, with two responses each."""
-    rows = [{"question": "which?", "answer": str(number)} for number in range(1, 9)]
+    """Flags for a game for each number from 1 to 7, and another for 7, with two responses each."""
+    rows = [{"question": "which?", "answer": str(number)} for number in [1, 2, 3, 4, 5, 6, 7, 7]]
     data = write_rows(tmp_path / "numbers.jsonl", rows)
     return GUESS | {"dataset": data, "eval_dataset": data, "batch_size": 8, "group_size": 2}
 
@@ -63,7 +63,7 @@ def pieces(algo, response):
 
 def bisect(text):
     """Halves what is left. `text` is the question, and of each turn the number and what was said to it."""
-    low, high = 1, 8
+    low, high = 1, 7
     for number, said in re.findall(r"(\d)<eos>\n(\w+)\n", text):
         low, high = (int(number) + 1, high) if said == "higher" else (low, int(number) - 1)
     return str((low + high) // 2)
@@ -138,7 +138,7 @@ def test_a_resumed_run_plays_the_games_of_the_unbroken_one(train):  # noqa: F811
 # ------------------------------------------------------------------------------------------------------ a game
 
 
-# policy, flags: rewards of the numbers 1 to 8, how many games are cut off
+# policy, flags: rewards of the numbers 1 to 7 and 7 again, and how many of these games are cut off
 PLAYED = [
     (bisect, {}, [1] * 8, 0),
     (lambda text: "5", {}, [0, 0, 0, 0, 1, 0, 0, 0], 0),  # the game is lost, not cut off
@@ -156,9 +156,8 @@ def test_a_scripted_game(train, scripted, numbers, batches, variant, policy, fla
     flags = numbers | flags
     metrics = train("environment", **flags, eval_rows=8)
     rows, responses, _ = batches[0]
-    assert {int(row["answer"]): response.environment.get_reward() for row, response in zip(rows, responses)} == {
-        number: float(reward) for number, reward in enumerate(rewards, 1)
-    }
+    for row, response in zip(rows, responses):
+        assert response.environment.get_reward() == rewards[int(row["answer"]) - 1]
     assert all(len(response.ids) <= flags["max_response_length"] for response in responses)
     ends = [response.logprobs[-1] != variant("environment").NOT_SAMPLED for response in responses]
     assert all(ends) or "max_turns" in flags  # nothing is said where there is no room for a turn

@@ -1,9 +1,9 @@
-"""Environments for environment.patch: guess a number from 1 to 8 in four turns, told "higher" or "lower" after each.
+"""Environments for environment.patch: guess a number from 1 to 7 in three turns, told "higher" or "lower" after each.
 
     python benchmarks/tasks.py guess runs/tasks/guess && python notes/variants.py apply environment
-    accelerate launch environment_llm.py --model runs/tasks/guess/model --dataset runs/tasks/guess/train.jsonl
-        --eval-dataset runs/tasks/guess/test.jsonl --environment notes/variants/guess.py:GuessInText
-        --max-response-length 48 --lr 1e-3 --kl-loss-coef 0 --total-iterations 40
+    accelerate launch environment_llm.py --environment notes/variants/guess.py:GuessInText
+        --model runs/tasks/guess/model --dataset runs/tasks/guess/train.jsonl --eval-dataset runs/tasks/guess/test.jsonl
+        --max-response-length 24 --lr 2e-3 --kl-loss-coef 0 --total-iterations 100
 
 `Guess` has a tool, for chat models: `guess` is described to the model by the chat template, and a turn that does not
 call it ends the game. `GuessInText` has a `step`: a turn is the number, and nothing else. The number to guess is the
@@ -11,7 +11,8 @@ column `answer`, because whatever differs between games must come from the data:
 game, and a run that is resumed plays those of the unbroken one.
 """
 
-TURNS = 4
+NUMBERS = 7
+TURNS = 3
 
 
 class Guess:
@@ -25,7 +26,7 @@ class Guess:
         """Guess the number.
 
         Args:
-            number: a number from 1 to 8
+            number: a number from 1 to 7
         """
         if self._right or self._left == 0:
             raise ValueError("the game is over")
