@@ -55,6 +55,10 @@ REINFORCE = f"{ONE_STEP} --kl-reward-coef 0 --lam 1 --critic-lr 0"  # the values
 # Groups of one, whitened over the batch's responses; with one step the ratio is 1, and the clip does nothing.
 BATCH_MEAN = "--estimator reinforce_pp --group-size 1 --batch-size 256 --minibatch-size 256 --kl-loss-coef 0"
 BATCH_MEAN += " --loss-agg token-mean"
+DR_GRPO = "--estimator dr_grpo --loss-agg seq-mean-token-sum-norm"
+GUESS = "--model {tasks}/guess/model --dataset {tasks}/guess/train.jsonl --eval-dataset {tasks}/guess/test.jsonl"
+GUESS += " --environment notes/variants/guess.py:GuessInText --max-response-length 24 --microbatch-tokens 4096"
+GUESS += ' --lr 2e-3 --kl-loss-coef 0 --total-iterations 100 --eval-every 20 --prompt-suffix ""'
 TEN = "--reward benchmarks/rewards.py:ten_or_eleven"  # gsm8k with another zero
 EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "ppo": ("ppo_llm", "", 3),
@@ -100,6 +104,22 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "lengths-free": ("grpo_llm", LENGTHS, 3),
     "lengths-80": ("grpo_llm", CONTROL, 3),
     "lengths-100": ("grpo_llm", CONTROL, 3),
+    "guess": ("environment", GUESS, 3),
+    # Not run yet. With four steps a batch no clip acts, so there are four epochs as well.
+    "sapo": ("sapo", "", 3),
+    "dppo": ("dppo", "", 3),
+    "cov": ("cov", "--clip-low 1 --clip-high 1e9 --cov-share 0.02", 3),
+    "cov-clip": ("cov", "--cov clip --cov-share 0.02", 3),
+    "grpo-epochs4": ("grpo_llm", EPOCHS, 3),
+    "sapo-epochs4": ("sapo", EPOCHS, 3),
+    "dppo-epochs4": ("dppo", EPOCHS, 3),
+    "maxrl": ("maxrl", f"{ONE_STEP} --kl-loss-coef 0", 3),
+    "optimal_baseline": ("optimal_baseline", f"{ONE_STEP} --kl-loss-coef 0", 3),
+    "token-sums": ("grpo_llm", f"{ONE_STEP} --kl-loss-coef 0 {DR_GRPO}", 3),  # beside these two
+    "mask_truncated": ("mask_truncated", "--max-response-length 40", 3),
+    "short-limit": ("grpo_llm", "--max-response-length 40", 3),
+    "self_distill": ("self_distill", "--total-iterations 20", 3),
+    "paged": ("paged", "", 3),
     "verify_math": ("grpo_llm", "--reward notes/variants/verify_math.py:verify_math --total-iterations 20", 1),
     "letters": ("grpo_llm", LETTERS, 1),
 }
