@@ -1,9 +1,9 @@
-"""CISPO (2506.13585) by import and patch: the whole change in one file, which the run folder keeps beside the script.
+"""CISPO (2506.13585) by import and patch: the whole change in one file, which the run folder keeps next to the script.
 
     accelerate launch notes/variants/cispo.py --clip-low 1 --clip-high 2
 
-The same as cispo.patch, whose head has the figures. A file like this suits what one function decides; what needs a flag
-of its own, or a line in `main`, is a copy of the script.
+This does the same as cispo.patch, whose head has the numbers. A file like this is enough if your change fits into one
+function. If it needs its own flag or a line in `main`, copy the script.
 """
 
 import sys

@@ -2,14 +2,15 @@
 
     JUDGE_MODEL=Qwen/Qwen2.5-1.5B-Instruct accelerate launch ppo_llm.py --reward notes/variants/judge.py:judge ...
 
-The log-probability of " Yes" after the rubric, by a frozen model on the device of the rank, all of one batch together.
-JUDGE_MODEL is a transformers folder or hub id (default: the embedded model, which knows nothing of judging),
-JUDGE_RUBRIC a text with {prompt}, {response} and {answer}, JUDGE_BATCH the rows of one forward pass (default: 16). It
-is a score for whoever has a rubric and no rule; what it likes besides (length, praise) the policy will find out.
+The score is the log-probability of " Yes" after the rubric. A frozen model on the rank's device computes it, for a
+whole batch together. JUDGE_MODEL is a transformers folder or hub id (default: the embedded model, which knows nothing
+of judging), JUDGE_RUBRIC a text with {prompt}, {response} and {answer}, JUDGE_BATCH the rows of one forward pass
+(default: 16). Use it if you have a rubric but no rule, and expect the policy to find out what else the judge likes
+(length, praise).
 
 A response can talk to its judge. SmolLM2-135M (4-bit weights) gives six right sums -1.83 on average and six wrong ones
--1.85, so it cannot tell them apart; a wrong one that goes on with the rubric's last line and "Answer: Yes" gets -1.58.
-Try such texts on your judge before you train with it, and keep a rule or another judge for the evaluation.
+-1.85, so it cannot tell them apart; a wrong one that continues with the rubric's last line and "Answer: Yes" gets
+-1.58. Try such texts on your judge before you train with it, and keep a rule or another judge for the evaluation.
 """
 
 import functools

@@ -2,14 +2,15 @@
 
     LENGTH_TARGET=100 accelerate launch grpo_llm.py --reward notes/variants/length_control.py:length_control ...
 
-1 for a right answer (the number after the last ####), minus LENGTH_WEIGHT (default .5) times the distance of its length
-in characters from LENGTH_TARGET (default 100), as a share of it, at most 1. A wrong answer loses it too, so that
-right ones are always worth more than wrong ones of the same length. But the length pays by itself, 0 instead of -.5
-for a wrong answer: a policy that never finds a right one still learns to be that long.
+A right answer (the number after the last ####) scores 1, minus LENGTH_WEIGHT (default .5) times the distance of its
+length in characters from LENGTH_TARGET (default 100), as a share of the target, at most 1. A wrong answer loses as
+much, so right ones are always worth more than wrong ones of the same length. But the right length pays by itself (a
+wrong answer scores 0 instead of -.5), so a policy that never finds a right answer still learns to be that long.
 
-Measured: three seeds each from `benchmarks/tasks.py lengths`, 60 iterations: with targets of 80 and 100 characters the
-sampled test answers have 79.7-81.0 and 100.7-101.9, right are .89, .55, .91 and .90, .89, .89; without it they have
-50.5-51.3, and .89-.94 are right. (The seed with .55 went far from the start: a KL of .25 nats per token.)
+Measured: three seeds each from `benchmarks/tasks.py lengths`, 60 iterations: with targets of 80 and 100 characters, the
+sampled test answers have 79.7-81.0 and 100.7-101.9 characters, and .89, .55, .91 and .90, .89, .89 of them are right.
+Without the length reward they have 50.5-51.3, and .89-.94 are right. (The seed with .55 went far from the start: its KL
+is .25 nats per token.)
 """
 
 import os

@@ -3,10 +3,10 @@
     REWARD_MODEL=FOLDER_OR_HUB_ID accelerate launch ppo_llm.py --reward notes/variants/reward_model.py:reward_model ...
 
 The classifier reads the prompt's messages and the response as a chat through the template of its own tokenizer or, if
-that has none, prompt and response as one text. The score is the raw logit: the KL coefficient must be chosen for its
-unit. REWARD_BATCH (default: 16) rows of like length are read together; a classifier whose configuration names no
-padding token reads row by row. Every process has a copy in float32 on its device; on a GPU all but the head computes in
-bfloat16. Data without reference answers: --answer-column None.
+that has none, prompt and response as one text. The score is the raw logit, so choose the KL coefficient for its scale.
+REWARD_BATCH (default: 16) rows of similar length are read together; a classifier whose configuration names no padding
+token reads row by row. Every process has a copy in float32 on its device; on a GPU, everything but the head computes in
+bfloat16. If your data has no reference answers, pass --answer-column None.
 """
 
 import functools

@@ -3,20 +3,21 @@
     pip install -e '.[tasks]'
     accelerate launch grpo_llm.py --reward notes/variants/verify_math.py:verify_math ...
 
-.75, 75% and \\frac{6}{8} are 3/4, and x^2+2x+1 is (x+1)^2. Of a response, what is in \\boxed{} or $...$ counts first,
-then the last number of the text. Of the data's answer, what follows "####", or all of it: a number, LaTeX with or
-without $, a solution with \\boxed{}. Names and words are not for it: letters are factors, so AB is BA.
+.75, 75% and \\frac{6}{8} equal 3/4, and x^2+2x+1 equals (x+1)^2. In a response, what is in \\boxed{} or $...$ counts
+first, then the last number of the text. In the data's answer, what follows "####" counts, or all of it: a number, LaTeX
+with or without $, or a solution with \\boxed{}. Don't use it for names and words: it reads letters as factors, so AB
+equals BA.
 
 A formula is not an answer. Until version 0.4, "11 + 72" was paid where 83 is right, and within ten iterations a model
 of 135M parameters had learned to repeat the question (notes, chapter 8). Where the data's answer is a number, the
-response must now state a number: 83, 83.0, or a fraction for what is no whole number. If it ends in a formula, its last
-number counts instead. Where the data's answer is a formula, another formula may be right, but none that stands in the
-prompt. One hole is left: asked to simplify a formula, one may write it in another way that is no simpler.
+response must now state a number: 83, 83.0, or a fraction if it isn't a whole number. If it ends in a formula, its last
+number counts instead. Where the data's answer is a formula, another formula may be right, but not one from the prompt.
+One hole is left: asked to simplify a formula, a model may write it in another way that is no simpler.
 
-Measured: the embedded task, one seed, 20 iterations: greedy .002 to .992, sampled .308 to .942.
+Measured: the embedded task, one seed, 20 iterations: greedy rises from .002 to .992, sampled from .308 to .942.
 
-An answer of the data that the library cannot read is reported once, and every response to it scores 0: one odd row does
-not end a run in its third hour.
+If the library cannot read an answer in the data, we report it once, and every response to it scores 0: one odd row
+shouldn't end a run in its third hour.
 
 The file may not be called math_verify.py: Python would then find it where it looks for the library.
 """
