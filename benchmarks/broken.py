@@ -1,9 +1,9 @@
-"""Bugs that are easily written into a script like these: each replaces one function and says nothing.
+"""Bugs that are easy to write into a script like these: each replaces one function and says nothing.
 
     python benchmarks/broken.py eos-untrained --total-iterations 8        the other flags are the script's
 
-None of them raises an exception. Chapter 9 shows which metric betrays which; benchmarks/symptoms.py runs them all. What
-would end some of them, that sampler and training pass differ in an iteration, is printed here and goes on.
+None of them raises an exception. Chapter 9 shows which metric gives each one away; benchmarks/symptoms.py runs them
+all. Some would be stopped because sampler and training pass differ; here, the message is printed and the run continues.
 """
 
 import copy
@@ -36,7 +36,7 @@ def logprobs_late(algo):
 
 @bug("ppo_llm")
 def sampler_colder(algo):
-    """The sampler is at temperature 0.7: say because of a generation_config that no log-prob knows."""
+    """The sampler is at temperature 0.7, for example from a generation_config that no log-prob knows."""
     sample = algo.sample_tokens
     algo.sample_tokens = lambda logits, u, temperature, *rest: sample(logits, u, 0.7 * temperature, *rest)
 
@@ -77,7 +77,7 @@ def eos_missing(algo):
 
 @bug("ppo_llm")
 def eos_untrained(algo):
-    """The mask ends before the EOS, as where padding is EOS and all of it is masked."""
+    """The mask ends before the EOS, as it does if the EOS is the padding token and all padding is masked."""
     to_batch = algo.to_batch
 
     def batch(rows, responses, device):
@@ -92,7 +92,7 @@ def eos_untrained(algo):
 
 @bug("ppo_llm")
 def score_misplaced(algo):
-    """The score stands in the last column: that is the last token of the longest row alone."""
+    """The score is in the last column, which is the last token of the longest row only."""
 
     def place_scores(scores, mask):
         rewards = torch.zeros_like(mask, dtype=torch.float32)
@@ -104,7 +104,7 @@ def score_misplaced(algo):
 
 @bug("ppo_llm")
 def values_late(algo):
-    """Values are read one position too late: the critic has seen the action it should judge the state before."""
+    """Values are read one position too late: the critic has already seen the action."""
     forward = algo.Critic.forward
     algo.Critic.forward = lambda self, tokens, mask: forward(self, tokens, mask.roll(1, 1)).roll(-1, 1)
 
@@ -131,7 +131,7 @@ def reference_moves(algo):
     def load(name, auto_class, *rest, **options):
         if auto_class not in models:
             model = load_model(name, auto_class, *rest, **options)
-            model.requires_grad_ = lambda _: model  # or the policy would be frozen with it
+            model.requires_grad_ = lambda _: model  # otherwise the policy would be frozen, too
             models[auto_class] = model
         return models[auto_class]
 

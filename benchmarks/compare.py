@@ -1,20 +1,21 @@
-"""One table of several results of benchmarks/learning.py: means over the seeds, with the lowest and highest.
+"""Compare several results of benchmarks/learning.py in one table: means over the seeds, with the lowest and highest.
 
     python benchmarks/compare.py ppo grpo dr_grpo rloo reinforce_pp grpo-lora ppo-fsdp grpo-fsdp \\
         > benchmarks/results/comparison.md
 
-Or whether two runs are the same, on one process and on two, before and after a change:
+Or check whether two runs are the same, on one process and on two, or before and after a change:
 
     python benchmarks/compare.py --exact runs/one runs/two
 
-Iteration by iteration: metrics to rounding (--tolerance; times, memory and throughput aside, and rollout/logprob_diff,
-which is rounding itself), completions to the letter. The first difference is printed, and the exit code is 1.
+It compares iteration by iteration: metrics up to rounding (--tolerance), except times, memory, throughput and
+rollout/logprob_diff, which is rounding itself; and completions character by character. It prints the first difference,
+and the exit code is then 1.
 
-Or whether runs of today's scripts end as those that are published, which an earlier version made:
+Or check whether runs of today's scripts end like the published ones, which an earlier version made:
 
     python benchmarks/compare.py --again ppo grpo ppo-fsdp grpo-fsdp > benchmarks/results/again/README.md
 
-The csv files of one folder beside those of the same name in results/again/ (`learning.py again/ppo --seeds 1`).
+This puts a folder's csv files next to those of the same name in results/again/ (`learning.py again/ppo --seeds 1`).
 """
 
 import argparse
@@ -173,10 +174,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="folders under benchmarks/results/")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--at", type=int, nargs="+", default=[10], help="iterations whose evaluation is shown, too")
-    parser.add_argument("--again", action="store_true", help="today's runs beside the published ones")
+    parser.add_argument("--at", type=int, nargs="+", default=[10], help="also show the evaluation of these iterations")
+    parser.add_argument("--again", action="store_true", help="compare today's runs with the published ones")
     parser.add_argument("--exact", type=Path, nargs=2, metavar="RUN", help="two run folders: are they the same?")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="of --exact, relative")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative tolerance of --exact")
     args = parser.parse_args()
     if bool(args.names) == bool(args.exact):
         parser.error("name results for a table, or two runs after --exact")

@@ -1,12 +1,12 @@
-"""vLLM beside `generate`, on this machine: benchmarks/results/engines/. Needs an environment with vLLM (the guide).
+"""Compare vLLM with `generate` on this machine: benchmarks/results/engines/. You need an environment with vLLM (guide).
 
     python benchmarks/engines.py precision     how far sampler and training pass are apart, in three precisions
     python benchmarks/engines.py cost          rollout, hand-over of the weights and memory, at three sizes
     python benchmarks/engines.py table         README.md of both
 
-`precision`: the embedded model answers its test questions at temperature 1; then the training pass computes the
-log-probs of what was sampled, in the same precision. `cost`: iterations of grpo_llm.py and of the variant `vllm`, in
-turns, of random models of Qwen2's kind; the hand-over is what vLLM's own log says.
+For `precision`, the embedded model answers its test questions at temperature 1; then the training pass computes the
+log-probs of what was sampled, in the same precision. `cost` runs iterations of grpo_llm.py and of the variant `vllm` in
+turns, with random models of Qwen2's architecture; the time of the hand-over is from vLLM's own log.
 """
 
 import argparse

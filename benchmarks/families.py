@@ -1,10 +1,10 @@
-"""Families of language models: a tiny random model of each goes through the scripts, and the result is a table.
+"""Which families of language models work? A tiny random model of each goes through the scripts; the result is a table.
 
-    python benchmarks/families.py make DIR [NAME ...]      the models alone, as folders
+    python benchmarks/families.py make DIR [NAME ...]      only the models, as folders
     python benchmarks/families.py run DIR [NAME ...]       makes what is missing, tries each, prints the table
 
-Every model is as small as its configuration allows, has at least one layer of each kind, and norms and biases that are
-not 0 or 1. We compare, in float32:
+Every model is as small as its configuration allows, with at least one layer of each kind, and with norms and biases
+that are not 0 or 1. The columns, in float32 unless they say otherwise:
 
     pass        `Policy` on a batch of padded rows with the model's own logits of each row alone, by eager attention
     greedy      our `generate` with transformers' own on prompts of different lengths, token by token
@@ -14,7 +14,7 @@ not 0 or 1. We compare, in float32:
     bfloat16    the difference between sampler and training pass with --dtype bfloat16, GRPO
     sharded     PPO by ppo_llm_fsdp.py on two processes
 
-A word in place of a number says what stops it.
+A word instead of a number says what stopped the family.
 """
 
 import argparse
@@ -385,7 +385,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("make", "run"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*", help="(default: all)")
+    parser.add_argument("names", nargs="*", help="families (default: all)")
     parser.add_argument("--columns", nargs="+", default=[*MODES], choices=[*MODES], help="which runs (default: all)")
     parser.add_argument("-v", action="store_true", help="show tracebacks")
     args = parser.parse_args()

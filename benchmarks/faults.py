@@ -1,16 +1,16 @@
-"""What a run survives, at length: kills, a slow process, long runs. tests/test_faults.py has some at small size.
+"""What does a run survive? Kills, a slow process, long runs. tests/test_faults.py does some of it at small size.
 
     python benchmarks/faults.py kills 50         kill -9 at random moments, then --resume: the same weights?
-    python benchmarks/faults.py signals 8        SIGTERM at random moments on a machine that is busy, then --resume
+    python benchmarks/faults.py signals 8        SIGTERM at random moments on a busy machine, then --resume
     python benchmarks/faults.py delays 8         one process 20 seconds late at random points: the same weights?
     python benchmarks/faults.py soak 2000        2,000 iterations with everything on: memory, speed, file handles
     python benchmarks/faults.py disk 12          the disk is full at some moment, then larger; or read-only (as root)
     python benchmarks/faults.py inputs 183       what users get wrong in data, models, rewards, flags, checkpoints
 
-Two processes on CPU (`inputs`: one), the embedded model and small batches. The scripts take turns, with the fourth that
-they compose and, in `kills`, a variant with a state of its own; --scripts names fewer. They are copied first, so that
-they can be worked on meanwhile. Results go to benchmarks/results/faults/; `kills` adds to what is in its kills.jsonl;
-`kills 0` writes its table again.
+Each run has two processes on a CPU (`inputs`: one), the embedded model and small batches. The scripts take turns,
+together with the fourth one that they compose and, in `kills`, a variant that saves additional state; --scripts selects
+fewer. They are copied first, so you can edit them meanwhile. Results go to benchmarks/results/faults/. `kills` appends
+to its kills.jsonl, and `kills 0` only writes its table again.
 """
 
 import argparse
@@ -199,7 +199,7 @@ def kills(count, folder, scripts):
 
 
 def signals(count, folder, scripts):
-    """SIGTERM to the launcher, as a scheduler sends it, beside two processes that compute for nothing."""
+    """SIGTERM to the launcher, as a scheduler sends it, while two other processes keep the CPU busy."""
     whole, rng, lines = undisturbed(folder, scripts), random.Random(1), []
     spin = f"import os\nwhile os.getppid() == {os.getpid()}: pass"  # until this process has gone
     busy = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
@@ -217,7 +217,7 @@ def signals(count, folder, scripts):
         code = launcher.wait(300)
         seconds = time.monotonic() - begin
         kept = [path.name for path in (run_dir / "checkpoints").glob("step_*")]
-        done = len((run_dir / "metrics.jsonl").read_text().splitlines()) - 1  # the first line is from before
+        done = len((run_dir / "metrics.jsonl").read_text().splitlines()) - 1  # the first line is from before training
         resumed = start(folder / f"{script}.py", folder, name, "--resume", *own[:-2]).wait(600)
         same = resumed == 0 and outcome(run_dir) == whole[script][0]
         lines.append([f"{script}.py", str(code), f"{seconds:.1f}", str(done), ", ".join(kept), "yes" if same else "NO"])
@@ -254,7 +254,7 @@ def delays(count, folder, scripts):
 
 
 def soak(count, folder, _):
-    """ppo_llm.py alone. Resident memory and open files of both ranks are looked at twice a second."""
+    """Only ppo_llm.py. Resident memory and open files of both ranks are read twice a second."""
     flags = ["--total-iterations", str(count), "--eval-every", "20", "--save-every", "10", "--entropy-coef", "0.001"]
     flags += ["--kl-loss-coef", "0.01", "--gradient-checkpointing", "--lr", "1e-5", "--critic-lr", "1e-4"]
     launcher, samples = start(folder / "ppo_llm.py", folder, "soak", *flags), []
@@ -348,7 +348,7 @@ class Case(NamedTuple):
     check: Callable | None = None  # (c, all that it said) -> whether it is right
     only: tuple = SCRIPTS  # those that have what the case is about
     steps: int = 0  # iterations it may do before it is refused
-    online: bool = False  # there is a hub, which knows no repository
+    online: bool = False  # there is a hub, which has no repository
 
 
 PPO = "ppo_llm", "ppo_llm_fsdp"

@@ -1,14 +1,15 @@
-"""What a run needs: LoRA against full fine-tuning, and each script on a model of the shape of Qwen2.5-0.5B.
+"""How much memory does a run need? LoRA against full fine-tuning, and each script with the shape of Qwen2.5-0.5B.
 
     python benchmarks/footprint.py lora          50M random parameters, two iterations of each script in both ways
     python benchmarks/footprint.py qwen          Qwen2.5-0.5B's shape, random weights: needs 24 GiB of memory
     python benchmarks/footprint.py first --gsm8k FOLDER      the README's command for that model, without its weights
     python benchmarks/footprint.py real          SmolLM2 on additions (benchmarks/real.py), against notes/memory.py
 
-`first` has the shape, random weights, a tokenizer trained on GSM8K's questions that has a chat template, and GSM8K's
-two files in FOLDER (train.jsonl, test.jsonl); every flag it does not name is the default, and the console is kept.
+`first` uses the model's shape with random weights, a tokenizer with a chat template, trained on GSM8K's questions, and
+GSM8K's two files in FOLDER (train.jsonl, test.jsonl). Every flag it does not name has its default, and the console is
+kept.
 
-Runs without a GPU. Memory is the largest resident size of a process (VmHWM); nothing is saved. The tables go to
+No GPU is needed. Memory is the largest resident size of a process (VmHWM); nothing is saved. The tables go to
 benchmarks/results/footprint/.
 """
 
@@ -95,10 +96,10 @@ def measure(script, model, processes, flags):
         command += ["--main_process_port", "0", str(worker), "--model", str(model), "--output-dir", f"{folder}/runs"]
         tiny = ROOT / "benchmarks" / "tiny"
         command += ["--dataset", f"{tiny}/train.jsonl", "--eval-dataset", f"{folder}/eval.jsonl", *flags.split()]
-        command += ["--prompt-suffix", ""]  # the embedded prompts as they are
+        command += ["--prompt-suffix", ""]  # leaves the embedded prompts as they are
         first = (tiny / "test.jsonl").read_text().splitlines()[0]
         (Path(folder) / "eval.jsonl").write_text(first + "\n")
-        # What is freed goes back to the system at once, so that the peak is what was needed at one time.
+        # Freed memory goes back to the system at once, so the peak is what was needed at one time.
         env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
         subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
@@ -215,7 +216,7 @@ def run_first(model, gsm8k):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["lora", "qwen", "first", "real"])
-    parser.add_argument("--gsm8k", type=Path, help="for `first`: folder with train.jsonl and test.jsonl")
+    parser.add_argument("--gsm8k", type=Path, help="for `first`: the folder with train.jsonl and test.jsonl")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"

@@ -1,6 +1,6 @@
 """Do the scripts run on your GPU, how long does an iteration take, and how much memory does it need?
 
-    python benchmarks/gpu.py                                    everything that your machine can run
+    python benchmarks/gpu.py                                    everything your machine can run
     python benchmarks/gpu.py --steps grpo_llm grpo_llm-two      only these steps
     python benchmarks/gpu.py --flags="--lora-rank 16"           more flags for every script
     python benchmarks/gpu.py --small                            a tiny model, also without a GPU: does the command work?

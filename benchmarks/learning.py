@@ -3,11 +3,12 @@
     python benchmarks/learning.py ppo --seeds 1 2 3 4 5
     python benchmarks/learning.py rloo --script grpo_llm.py --flags="--estimator rloo --kl-loss-coef 0" --seeds 1 2 3
 
-Each seed is one launch of one process with one thread; the results do not depend on the number of processes, but for
-rounding. The sharded scripts need two: --processes 2 --jobs 1. In benchmarks/results/NAME/ it writes seed_K.csv
-(metrics, one row per iteration, four significant digits), unless it is there, and table.md with a line for every seed
-there. Draw them with benchmarks/plot.py. Times are those of a machine that does other things, too. Interrupted, it goes
-on from checkpoints when started again, if script and flags are still the same (the seconds are then of the rest).
+Each seed is one launch of one process with one thread; except for rounding, the results do not depend on the number of
+processes. The sharded scripts need two: --processes 2 --jobs 1. In benchmarks/results/NAME/ you get seed_K.csv
+(metrics, one row per iteration, four significant digits), unless it already exists, and table.md with a line for every
+seed in the folder. Draw them with benchmarks/plot.py. Times are those of a machine that does other things, too. If you
+interrupt it and start it again with the same script and flags, it continues from the checkpoints (and the seconds then
+cover only the rest).
 """
 
 import argparse
@@ -75,7 +76,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--script", default="ppo_llm.py")
     parser.add_argument("--flags", default="", help="passed on to the script, as one string")
-    parser.add_argument("--processes", type=int, default=1, help="of a run")
+    parser.add_argument("--processes", type=int, default=1, help="processes of each run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()

@@ -4,18 +4,18 @@
 
 Reinforcement learning of a language model starts from a pretrained model that *can* solve the task but usually does
 not. This script makes that situation in miniature. It invents word problems in GSM8K's format (`question`, `answer`
-ending in `#### n`) with two or three arithmetic steps, numbers up to three digits and sentences that do not matter,
-and pretrains a Qwen2-architecture model of 0.9M parameters on text in which each question is followed by
+ending in `#### n`) with two or three arithmetic steps, numbers up to three digits and irrelevant sentences, and
+pretrains a Qwen2-architecture model of 0.9M parameters on text in which each question is followed by one of:
 
     worked   " First 6*12=72, then 72-15=57.\\n#### 57"    right, step by step
-    hasty    " First 6*12=72.\\n#### 61"                   the last step guessed
+    hasty    " First 6*12=72.\\n#### 61"                   the last step is guessed
     blurted  " #### 72"                                    guessed at once, mostly wrong
 
-mostly worked at first, mostly blurted in the last 15% of the pretraining, so that the model mostly blurts when sampled,
-and its responses grow as RL teaches it to show its work.
+The text is mostly worked at first and mostly blurted in the last 15% of the pretraining. So the model mostly blurts
+when sampled, and its responses grow as RL teaches it to show its work.
 
-What is written: `model/` (an ordinary transformers folder, fp32 safetensors), `train.jsonl`, `test.jsonl` and
-`scores.json` (the scores printed at the end). No test question occurs in train.jsonl or in the pretraining text.
+It writes `model/` (an ordinary transformers folder, fp32 safetensors), `train.jsonl`, `test.jsonl` and `scores.json`
+(the scores printed at the end). No test question occurs in train.jsonl or in the pretraining text.
 
 Everything is drawn from --seed with two threads: the data and the tokenizer are the same on every machine, the weights
 up to the floating-point rounding of the machine's kernels.

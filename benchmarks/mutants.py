@@ -1,15 +1,15 @@
-"""Do the tests notice a wrong line? Faults by fixed operators, a seeded sample of them, each against the default suite.
+"""Do the tests notice a wrong line? Fixed operators make faults; a seeded sample of them meets the default suite.
 
-    python benchmarks/mutants.py list --count 125 --seed 1          # the sample, no run
-    python benchmarks/mutants.py run --count 125 --seed 1           # results/mutants/seed_1.csv, goes on where it was
+    python benchmarks/mutants.py list --count 125 --seed 1          # only shows the sample
+    python benchmarks/mutants.py run --count 125 --seed 1           # results/mutants/seed_1.csv; continues where it was
     python benchmarks/mutants.py run --only ppo_llm.py:412:sign:0   # one of them, with the console of what killed it
 
 A mutant is one change to one code line of the three scripts or of notes/tiny_ppo.py. A line that several scripts have
 in functions of the same name (the shared functions, and what their `main`s have in common) changes in all of them at
-once: otherwise they would only disagree with each other, and a fault that is in all would never be tried. Tests of
-identity, size, documentation and patches do not count, nor do those that merge the scripts: they would notice any
-change, a right one, too. So they are not run. The others run in one process, the likeliest files first, till one fails.
-A mutant with which they do not come to an end is killed, too.
+once: otherwise they would only disagree with each other, and a fault that is in all of them would never be tried. Tests
+of identity, size, documentation and patches are not run, nor those that merge the scripts: they would notice any
+change, even a right one. The others run in one process, the most likely files first, until one fails. A mutant that
+keeps them from ever finishing counts as killed, too.
 """
 
 import argparse
@@ -307,10 +307,10 @@ def main():
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="the id of a mutant")
-    parser.add_argument("--jobs", type=int, default=2, help="so many mutants at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     parser.add_argument("--limit", type=int, default=1200, help="seconds for a mutant")
     args = parser.parse_args()
-    if args.what == "run" and importlib.util.find_spec("pytest") is None:  # every mutant would seem to be killed
+    if args.what == "run" and importlib.util.find_spec("pytest") is None:  # otherwise every mutant would seem killed
         sys.exit("mutants.py run needs pytest: pip install -e '.[test]'")
     mutants = all_mutants()
     chosen = [x for x in mutants if x.id == args.only] if args.only else sample(mutants, args.count, args.seed)

@@ -1,11 +1,11 @@
-"""PPO with one advantage for a whole response, its score minus one forecast, instead of GAE (note 1.7).
+"""PPO with one advantage for a whole response, its score minus one forecast, instead of GAE (section 1.7 of the notes).
 
     python benchmarks/learning.py one-advantage-first --script benchmarks/one_advantage.py --seeds 1 2 3
     python benchmarks/learning.py one-advantage-last --script benchmarks/one_advantage.py --flags="--at last"
 
---at first takes the value of the prompt, --at last the value before the last token, which has seen the answer. That
-value alone has the score, less the KL penalties, as its target, so that critic/explained_variance, over all tokens,
-says nothing here. Everything else, flags too, is of ppo_llm.py.
+--at first takes the value of the prompt, --at last the value before the last token, which has seen the answer. Only
+that value has a target: the score, less the KL penalties. So critic/explained_variance, which covers all tokens, says
+nothing here. Everything else, including the flags, is that of ppo_llm.py.
 """
 
 import argparse

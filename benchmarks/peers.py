@@ -1,9 +1,9 @@
-"""One iteration after the other by TRL, for benchmarks/speed.py, which launches it in TRL's own environment.
+"""Run TRL iteration by iteration, for benchmarks/speed.py, which launches this file in TRL's environment.
 
     accelerate launch ... peers.py TASK.json
 
-TASK.json says which trainer and how much work. Rank 0 writes a line per iteration: seconds, of which rollout, tokens of
-prompts and responses, responses, optimizer steps. The last line is the peak memory of the largest process.
+TASK.json says which trainer and how much work. Rank 0 writes a line per iteration: seconds, those of the rollout,
+tokens of prompts and responses, responses and optimizer steps. The last line is the peak memory of the largest process.
 """
 
 import json

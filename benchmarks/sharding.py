@@ -1,12 +1,12 @@
-"""What sharding costs and saves: ppo_llm.py against ppo_llm_fsdp.py, the same work in turns on one machine.
+"""What does sharding cost and save? ppo_llm.py and ppo_llm_fsdp.py do the same work in turns on one machine.
 
     python benchmarks/sharding.py        about half an hour on two cores; writes benchmarks/results/sharding/
 
-Memory: a model of 50 million random weights on 2 and 4 processes; all tensors that a process holds right after an
-optimizer step (parameters, gradients, optimizer state of all models), and the largest size the process ever had.
-Time: the embedded task and that model on 2 processes; seconds per phase (phases.py), and the share of them that a
-process spends in collectives: transfers, waiting for the others and, in ppo_llm.py's `sum_gradients`, copying. Medians
-over iterations and repetitions.
+Memory is measured with a model of 50 million random weights on 2 and 4 processes: all tensors that a process holds
+right after an optimizer step (parameters, gradients, optimizer state of all models), and the largest size the process
+ever had. Time is measured with the embedded task and with that model on 2 processes: seconds per phase (phases.py), and
+the share of them that a process spends in collectives, that is on transfers, on waiting for the others and, in
+ppo_llm.py's `sum_gradients`, on copying. All numbers are medians over iterations and repetitions.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""When does notes/variants/shared_prompt.patch pay? Forward and backward of one group, joined against row by row.
+"""When does notes/variants/shared_prompt.patch pay? Forward and backward of one group, joined or row by row.
 
     python benchmarks/shared_prompt.py [--rounds 5] [--group-size 8]
 
-The embedded model's shape, random tokens, one thread; processor time, medians of the rounds' ratios. Below 1 the joined
-rows win: the prompt is read once instead of group-size times, but attention runs under a dense mask over the whole row.
-The table goes to benchmarks/results/speed/shared_prompt.md.
+This uses the embedded model's shape, random tokens and one thread, and compares processor times: medians of the rounds'
+ratios. Below 1, the joined rows win: the prompt is read once instead of group-size times, but attention runs under a
+dense mask over the whole row. The table goes to benchmarks/results/speed/shared_prompt.md.
 """
 
 import argparse

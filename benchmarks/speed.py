@@ -1,4 +1,4 @@
-"""Speed against other trainers on the same work, and of our parts alone.
+"""How fast are the scripts? Against other trainers on the same work, and part by part.
 
     python benchmarks/speed.py iteration --trl TRL/bin/python --trl-ppo TRL12/bin/python    against TRL
     python benchmarks/speed.py iteration --steps 1 --only GRPO --trl TRL/bin/python         one optimizer step a batch
@@ -11,14 +11,15 @@
     python benchmarks/speed.py floors       operations and bytes per second of one core
     python benchmarks/speed.py table        tables and figures of everything measured so far
 
-The peers have environments of their own: `pip install trl` (newest) and `trl==1.12.0` (the last with a PPOTrainer). All
-contenders take turns, round by round; a number is the median over rounds of ratios within a round, of medians over the
-iterations after the warm-up. Results are appended to benchmarks/results/speed/measured.jsonl, or to that of another
-folder (--results); tables and figures are made from it. Phases are timed from outside, by benchmarks/phases.py.
-Against TRL, a round does not count in which a peer took a fifth more or less than in its median round: something else
-disturbed it. It is repeated, up to twice as many rounds in all; the table says how many did not count.
+The peers need separate environments: `pip install trl` (newest) and `trl==1.12.0` (the last with a PPOTrainer). All
+contenders take turns, round by round. In a round, we take each contender's median over the iterations after the
+warm-up, and their ratios; the number we report is the median of these ratios over the rounds. Results are appended to
+benchmarks/results/speed/measured.jsonl, or to the one in another folder (--results); tables and figures are made from
+it. Phases are timed from outside, by benchmarks/phases.py. Against TRL, a round does not count if a peer took a fifth
+more or less than in its median round: something else disturbed it. Such rounds are repeated, up to twice as many rounds
+in all; the table says how many did not count.
 
-`iteration` goes on from the rounds that are measured already.
+`iteration` continues from the rounds that are already measured.
 """
 
 import argparse
@@ -41,7 +42,7 @@ import variants  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "speed"
 LAUNCH = "--num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
-BETA, LR = 0.001, 1e-5  # nothing is to be learned: the work should stay the same
+BETA, LR = 0.001, 1e-5  # nothing should be learned: the work has to stay the same
 
 # Prompts and responses of an iteration, longest response, prompt length (None: as they are), optimizer steps.
 SIZES = {
@@ -394,7 +395,7 @@ def resident(what):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(what))
 
 before = resident("VmRSS")
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+open("/proc/self/clear_refs", "w").write("5")  # resets the peak
 if kind == "ours":
     logprobs = policy(tokens, mask)[0][mask]
 else:
@@ -756,11 +757,11 @@ if __name__ == "__main__":
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--forced", action="store_true", help="every response has the full length")
-    parser.add_argument("--steps", type=int, help="optimizer steps an iteration, if not those of the size")
+    parser.add_argument("--steps", type=int, help="optimizer steps per iteration (default: that of the size)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=2, help="iterations that do not count")
-    parser.add_argument("--only", help="of these algorithms, e.g. GRPO,PPO; or of these samplers")
+    parser.add_argument("--only", help="only these algorithms, e.g. GRPO,PPO; or only these samplers")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     RESULTS = options.results

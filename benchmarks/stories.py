@@ -1,15 +1,15 @@
-"""A real pretrained model learns to write sadder stories: with the KL held at a target, and without, which collapses.
+"""A real pretrained model learns to write sadder stories, with the KL held at a target and without (then it collapses).
 
     LLM_RL_DATA=folder VADER_LEXICON=folder/vader/vader_lexicon.txt python benchmarks/stories.py [--seeds 1 2 3]
 
 The folder holds stories260K/ (a TinyStories model of 0.29M parameters: karpathy's tinyllamas in transformers' format)
 and story_prompts/story_{train,test}.parquet (openings, column prompt_text). The reward is benchmarks/rewards.py:sad.
-Each run is one launch on two processes. benchmarks/results/stories/ gets the metrics of every run, a table and stories
-of the first seed before and after: those to the first ten openings in the order of the alphabet.
+Each run is one launch on two processes. benchmarks/results/stories/ gets the metrics of every run, a table, and stories
+of the first seed before and after training: those to the alphabetically first ten openings.
 
 The runs in which the KL is held, ppo and grpo, were made with version 0.2 (commit c9bdd21): they need the adaptive KL
-controller and the linear schedule, which are variants now. Their results stay, in the table and the figure; the runs
-without KL, and those at a price, can be made here.
+controller and the linear schedule, which are variants now. Their results stay in the table and the figure; you can make
+the runs without KL, and those with a price on it, here.
 """
 
 import argparse
@@ -40,7 +40,7 @@ RUNS = {  # a coefficient of 1e-9 only measures the KL
     "grpo": f"{GRPO} {HELD} --kl-horizon 1500 --lr 1e-4 --total-iterations 80",
     "ppo-kl-off": f"{PPO} --kl-reward-coef 1e-9 --lr 1e-4 --total-iterations 40",
     "grpo-kl-off": f"{GRPO} --kl-reward-coef 1e-9 --lr 1e-4 --total-iterations 40",
-    # ppo-kl-off with a price of the KL, and nothing else changed: the wall of chapter 1
+    # ppo-kl-off with a price on the KL, and nothing else changed: for chapter 1
     **{f"ppo-kl-{price}": f"{PPO} --kl-reward-coef {price} --lr 1e-4 --total-iterations 40" for price in PRICES},
 }
 OLD = "ppo", "grpo"  # as they were run with version 0.2

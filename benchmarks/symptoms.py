@@ -1,16 +1,16 @@
-"""Produce what chapter 9 explains: runs that are broken on purpose, and which metric betrays each, and when.
+"""Produce what chapter 9 explains: runs that are broken on purpose, and which metric gives each away, and when.
 
-    python benchmarks/symptoms.py                   all that are not there yet, two at a time
+    python benchmarks/symptoms.py                   all that don't exist yet, two at a time
     python benchmarks/symptoms.py one-step nan      only these
     python benchmarks/symptoms.py table             compares them with five healthy seeds
 
-Each is one command on the embedded default, one process: flags that break a run, or a bug of benchmarks/broken.py. In
-benchmarks/results/symptoms/ it writes NAME.csv (the metrics, four significant digits), NAME.txt (the last line that the
-run printed when it stopped by itself, or the error that broken.py let pass) and, by `table`, table.md.
-notes/figures/09.py draws them; a test checks that the commands of the chapter are these.
+Each run is one command on the embedded default with one process: flags that break a run, or a bug from
+benchmarks/broken.py. benchmarks/results/symptoms/ gets NAME.csv (the metrics, four significant digits), NAME.txt (the
+last line that the run printed when it stopped by itself, or the error that broken.py let pass) and, with `table`,
+table.md. notes/figures/09.py draws them; a test checks that the chapter has these commands.
 
 kl-negative and entropy-rises were made with version 0.2 (commit c9bdd21), whose scripts had --top-p. It is a variant
-now: their files stay as they are, and here they are refused.
+now, so their files stay as they are, and you cannot run them here.
 """
 
 import argparse
@@ -164,7 +164,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="table, or some of " + ", ".join(SYMPTOMS))
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of symptoms/, and of the bands' runs")
-    parser.add_argument("--jobs", type=int, default=2, help="so many at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
     folder = args.results / "symptoms"
     folder.mkdir(parents=True, exist_ok=True)

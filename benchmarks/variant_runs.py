@@ -1,14 +1,14 @@
-"""Learning runs of the variants, beside the scripts that they change: benchmarks/results/variants/.
+"""Train with the variants, and with the scripts that they change, to compare: benchmarks/results/variants/.
 
     python benchmarks/variant_runs.py list
-    python benchmarks/variant_runs.py run cispo ...          what the names begin with, all seeds, two runs at a time
+    python benchmarks/variant_runs.py run cispo ...          names that begin so, all seeds, two runs at a time
     python benchmarks/variant_runs.py table                  README.md with a line for each experiment, and the figures
 
-Each run is one process with one thread; of its metrics a csv is kept, as benchmarks/learning.py does, so that plot.py
-can draw it. Runs that are there are not run again.
+Each run is one process with one thread. Its metrics are kept as a csv, as benchmarks/learning.py does, so plot.py can
+draw them. Existing runs are not run again.
 
 `distill` was run with version 0.2 (commit c9bdd21): its linear schedule is a variant now. Its results stay, and `run`
-leaves it out.
+skips it.
 """
 
 import argparse
@@ -148,7 +148,7 @@ def run(name, seed, args):
     flags = flags.format(tasks=args.tasks, teacher=args.teacher)
     with tempfile.TemporaryDirectory() as folder:
         script = ROOT / f"{base}.py"
-        if not script.exists():  # a copy needs the embedded model beside it
+        if not script.exists():  # a copy needs the embedded model next to it
             script = Path(folder, f"{base}_llm.py")
             script.write_text(variants.patched(base))
             Path(folder, "benchmarks").symlink_to(ROOT / "benchmarks")
@@ -166,7 +166,7 @@ def run(name, seed, args):
         rows = plot.read_run(Path(folder, "runs", "run"))
         completions = sorted(Path(folder, "runs", "run", "completions").glob("eval_sampled_*.jsonl"))[-1]
         samples = [json.loads(line) for line in completions.read_text().splitlines()]
-        if name == "letters":  # what it learns is not to be seen in the scores
+        if name == "letters":  # the scores do not show what it learns
             for kept in completions.with_name("eval_sampled_000000.jsonl"), completions:
                 keep(kept, target.parent / f"seed_{seed}_{kept.name}")
     rows[-1]["time/launch_to_exit"] = seconds
@@ -233,7 +233,7 @@ def main():
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--tasks", default="runs/tasks", help="folder with what benchmarks/tasks.py makes")
+    parser.add_argument("--tasks", default="runs/tasks", help="folder of the tasks that benchmarks/tasks.py makes")
     parser.add_argument("--teacher", default="runs/teacher/final", help="final/ of a run, for distill")
     args = parser.parse_args()
     if args.command == "list":

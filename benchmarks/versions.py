@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT / "notes"))
 import variants  # noqa: E402
 
 VERSION = "68ab617"  # 0.3
-# Nothing is left to what a version has for a default or guesses.
+# Nothing is left to a version's defaults or guesses.
 COMMON = "--total-iterations 3 --eval-every 2 --eval-rows 16 --save-every 0 --track none --max-response-length 32"
 COMMON += " --microbatch-tokens 512 --prompt-column question --answer-column answer"
 DATA = f" --dataset {TINY}/train.jsonl --eval-dataset {TINY}/test.jsonl"
@@ -111,7 +111,7 @@ def variant_cases():
 
 ALL = CASES | variant_cases()
 
-TIMED = " --total-iterations 8 --eval-rows 0 --max-response-length 64"  # last, so that these hold
+TIMED = " --total-iterations 8 --eval-rows 0 --max-response-length 64"  # last, so these win
 TIMED += " --microbatch-tokens 1024 --minibatch-size 32 --batch-size {batch_size}"
 LARGE = " --total-iterations 5 --max-response-length 32 --minibatch-size 16"  # the same for 21 million parameters
 # Runs a script, and notes the processor time whenever an iteration is logged.
