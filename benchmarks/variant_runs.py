@@ -1,7 +1,7 @@
 """Train with the variants, and with the scripts that they change, to compare: benchmarks/results/variants/.
 
     python benchmarks/variant_runs.py list
-    python benchmarks/variant_runs.py run cispo ...          names that begin so, all seeds, two runs at a time
+    python benchmarks/variant_runs.py run cispo ...          all whose names begin with it, all seeds, two at a time
     python benchmarks/variant_runs.py table                  README.md with a line for each experiment, and the figures
 
 Each run is one process with one thread. Its metrics are kept as a csv, as benchmarks/learning.py does, so plot.py can
