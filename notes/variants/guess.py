@@ -3,7 +3,7 @@
     python benchmarks/tasks.py guess runs/tasks/guess && python notes/variants.py apply environment
     accelerate launch environment_llm.py --environment notes/variants/guess.py:GuessInText
         --model runs/tasks/guess/model --dataset runs/tasks/guess/train.jsonl --eval-dataset runs/tasks/guess/test.jsonl
-        --max-response-length 24 --lr 2e-3 --kl-loss-coef 0 --total-iterations 100
+        --max-response-length 24 --lr 1e-3 --kl-loss-coef 0 --total-iterations 150
 
 `Guess` has a tool, for chat models: `guess` is described to the model by the chat template, and a turn that does not
 call it ends the game. `GuessInText` has a `step`: a turn is the number, and nothing else. The number to guess is the
