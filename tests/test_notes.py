@@ -28,6 +28,7 @@ PAGES = [
     *sorted((ROOT / "notes").glob("*.md")),
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks" / "README.md",
 ]
 GUIDE = ROOT / "notes" / "guide.md"

@@ -13,11 +13,13 @@ import statistics
 import subprocess
 import sys
 import tokenize
+import tomllib
 from collections import Counter
 from dataclasses import fields
 
 import pytest
 import ranks
+import yaml
 from conftest import ROOT, TINY, read_rows, write_rows
 from transformers import AutoModelForCausalLM
 
@@ -376,6 +378,17 @@ def test_ci_ends_with_the_test_command_of_the_readme_and_the_slow_tests():
     assert f"\n{before.splitlines()[-1]}\n```" in readme()
     assert "-r tests/vllm.txt" in after and "tests/test_vllm.py" in after
     assert "-r tests/vllm.txt" in (ROOT / "notes" / "guide.md").read_text()
+
+
+def test_what_github_reads_says_what_the_project_says():
+    """The workflow calls .ci/run with the whole history, which `variants.py rebase` needs; the citation is of today."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1]["run"] == ".ci/run" and job["steps"][0]["with"]["fetch-depth"] == 0
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (citation["version"], citation["abstract"]) == (project["version"], f"{project['description']}.")
+    assert citation["license"] == (ROOT / "LICENSE").read_text().split()[0]
 
 
 def test_embedded_data_are_what_the_maker_makes():
