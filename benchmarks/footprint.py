@@ -44,7 +44,7 @@ real_pack = algo.pack
 
 def pack(*args):
     microbatches = real_pack(*args)
-    sizes.append((max(len(rows) * columns.stop for rows, columns in microbatches), len(microbatches)))
+    sizes.append([len(rows) * columns.stop for rows, columns in microbatches])  # of an optimizer step, largest first
     return microbatches
 
 algo.pack = pack
@@ -64,7 +64,7 @@ run_dir = algo.main(algo.parse_args())
 rank = os.environ.get("RANK", "0")
 seconds = [json.loads(line).get("time/iteration") for line in open(run_dir / "metrics.jsonl")][-1]
 result = {{"peak": resident("VmHWM"), "libraries": libraries, "trained": sum(state.values()), "seconds": seconds}}
-result |= {{"tokens": max(tokens for tokens, _ in sizes), "microbatches": max(count for _, count in sizes)}}
+result["tokens"] = [max(step[part] for step in sizes if len(step) > part) for part in range(max(map(len, sizes)))]
 open({folder!r} + "/" + rank + ".json", "w").write(json.dumps(result))
 """
 
@@ -153,18 +153,18 @@ def run_real(_):
         settings = {"bf16": False, "critic": False, "lora_rank": 16 if extra else 0, "processes": processes}
         settings |= {"length": PROMPT + 24, "response_length": 24, "rows": 128 // processes}
         for found in measure("grpo_llm", ROOT / "models" / "smollm2", processes, f"{flags} {extra}"):
-            # Its micro-batches are not full: of 2,048 tokens, what a whole number of rows takes.
-            own = {name: found[name] for name in ("tokens", "microbatches")}
-            forecast, taken = budget(smollm2, **settings, **own)["peak"], found["peak"] - found["libraries"]
+            # A whole number of rows seldom fills a micro-batch; gradients stand beside all but the first.
+            parts = enumerate(found["tokens"], start=1)
+            forecast = max(budget(smollm2, **settings, tokens=n, microbatches=part)["peak"] for part, n in parts)
+            taken = found["peak"] - found["libraries"]
             gib = [f"{x / 2**30:.2f}" for x in (forecast, taken)]
-            cells = [f"`{extra}`" if extra else "", str(processes), f"{own['tokens']:,}", str(own["microbatches"])]
+            cells = [f"`{extra}`" if extra else "", str(processes), ", ".join(f"{n:,}" for n in found["tokens"])]
             lines.append([*cells, *gib, f"{forecast / taken:.3f}"])
             print(lines[-1], flush=True)
     names = [
         "",
         "processes",
-        "tokens of the largest micro-batch",
-        "micro-batches a step",
+        "tokens of a step's micro-batches",
         "forecast, GiB",
         "taken, GiB",
     ]

@@ -150,6 +150,15 @@ def embedding_gradient(shape, microbatches=2):
     return 4 * shape.vocab * shape.hidden * ((3 if shape.tied else 1) - (microbatches == 1))
 
 
+def head_gradient(shape, response_tokens, microbatches=2):
+    """What there is of `embedding_gradient` beside the activations, while the head runs backward.
+
+    That is the head's own. If the logits come in parts (`logits`), it is added up over them.
+    """
+    parts = response_tokens * shape.vocab > 2**26
+    return embedding_gradient(shape, microbatches) if parts else 4 * shape.vocab * shape.hidden
+
+
 def gathered_units(shape, bf16=True, lora_rank=0):
     """(while blocks run, at the end of the backward pass) of a sharded model, as FSDP2 gathers it.
 
@@ -234,7 +243,8 @@ def budget(
     """{term: bytes on one device}, and the sums "rollout", "update" and "peak"; "host" with offload, all processes.
 
     The defaults are the scripts'. tokens: --microbatch-tokens; rows: responses sampled at a time on a device, at most
-    --rollout-batch-size; microbatches: 1 or more per optimizer step.
+    --rollout-batch-size; microbatches: of so many tokens per optimizer step, 1 or more. Gradients are made by the
+    backward pass of the first, so they do not stand beside its activations.
     """
     shards, kind = processes if sharded else 1, {"bf16": bf16, "sharded": sharded}
     prompt = length - response_length
@@ -249,8 +259,11 @@ def budget(
     copies_sampling = autocast_copies(shape) if autocast and not lora_rank else 0
     running, ending = gathered_units(shape, bf16, lora_rank) if sharded else (0, 0)
     saved = activations(shape, tokens, checkpointing=checkpointing, **kind)
-    head = logits(shape, tokens * response_length // length)
-    extra = 0 if lora_rank or sharded else embedding_gradient(shape, microbatches)
+    response_tokens = tokens * response_length // length
+    head, extra, head_extra = logits(shape, response_tokens), 0, 0
+    if not (lora_rank or sharded):
+        extra = embedding_gradient(shape, microbatches)
+        head_extra = head_gradient(shape, response_tokens, microbatches)
     whole = gathered_policy(shape, bf16) if gathered else running
     terms = keep | {
         "gradients": grads,
@@ -269,10 +282,12 @@ def budget(
     first = kv_cache(shape, rows, prompt, **kind) + terms["prefill"]  # step of `generate`
     last = terms["kv cache"] + terms["decoding"]
     terms["rollout"] = state + copies_sampling + terms["policy"] + max(first, last)
-    backward = max(copies + running + saved + max(head, 3 * head // 4 + extra), ending, extra)
-    terms["update"] = state + (0 if offload else grads) + max(backward, terms["exchange"])
+    grads = 0 if offload else grads
+    passes = copies + running + saved + max(head, 3 * head // 4 + head_extra)
+    passes += grads if microbatches > 1 else 0
+    terms["update"] = state + max(passes, grads + max(ending, extra, terms["exchange"]))
     terms["peak"] = max(terms["rollout"], terms["update"])
-    terms["host"] = (sum(keep.values()) + grads) * shards if offload else 0
+    terms["host"] = (sum(keep.values()) + terms["gradients"]) * shards if offload else 0
     return terms
 
 

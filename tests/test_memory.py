@@ -151,3 +151,15 @@ def test_whole_processes_are_near_the_formulas():
         ("4 processes, sharded", 4, True),
     ):
         check(name, budget(WIDE, n, sharded, tokens=16 // n * 56, rows=16 // n, **workload)["peak"] / MIB + 390, 0)
+
+
+def test_a_real_run_is_within_five_per_cent_of_the_forecast():
+    """Of each process, and the page has the rows of the committed table."""
+    table = (ROOT / "benchmarks" / "results" / "footprint" / "real.md").read_text()
+    rows = re.findall(r"(?m)^\| (\S*) ?\S* ?\| (\d) \| [\d, ]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", table)
+    assert len(rows) == 5
+    for lora, processes, forecast, taken, ratio in rows:
+        assert abs(float(ratio) - 1) < 0.05
+        name = f"SmolLM2, {processes} process{'es' * (processes == '2')}" + ", LoRA 16" * bool(lora)
+        assert cells(name)[:2] == [forecast, taken]
+        assert cells(name)[2] == f"{float(ratio) - 1:+.0%}".replace("-0%", "0%")

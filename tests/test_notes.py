@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import runpy
+import statistics
 import subprocess
 import sys
 from dataclasses import fields
@@ -102,6 +103,18 @@ def test_links_lead_somewhere(path):
             assert place in map(refresh.anchor, re.findall(r"(?m)^#+ (.*)$", prose(target))), link
         if place and target.suffix == ".py":
             assert 0 < int(place[1:]) <= target.read_text().count("\n"), link
+
+
+def test_chapter_1_says_how_far_the_mean_advantage_is_from_zero():
+    shares = []
+    for seed in range(1, 6):
+        rows = list(csv.DictReader((ROOT / "benchmarks" / "results" / "ppo" / f"seed_{seed}.csv").open()))
+        late = [row for row in rows if row["advantage/mean"] and int(row["step"]) >= 4]
+        shares += [abs(float(row["advantage/mean"])) / float(row["advantage/std"]) for row in late]
+    said = (
+        f"it is {statistics.median(shares):.0%} of a standard deviation in the median iteration, and {max(shares):.0%}"
+    )
+    assert said in " ".join((ROOT / "notes" / "01-ppo.md").read_text().split())
 
 
 def test_every_benchmark_has_a_row_of_its_own():
