@@ -239,6 +239,12 @@ RUN_PAIRS = [
     ("plain_pg", "process_reward"),
     ("vc_ppo", "two_turns"),  # of two scripts
     ("vc_ppo", "fp16"),  # of two scripts
+    ("sapo", "cov"),
+    ("gspo", "cov"),
+    ("cispo", "icepop"),
+    ("dapo", "icepop"),
+    ("maxrl", "mask_truncated"),
+    ("optimal_baseline", "environment"),
 ]
 
 
