@@ -1,14 +1,15 @@
 """benchmarks/gpu.py runs to its end and reports what failed, here without a GPU; its numbers mean nothing there."""
 
 import json
-import shlex
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import ROOT, SCRIPTS
 from test_project import check_flags, load_benchmark
+
+CARD = {"card": "Card 24", "GPUs": 1, "GB": 25.4, "dtype": "bfloat16", "peft": "1", "torch": "2"}
 
 
 @pytest.fixture
@@ -18,77 +19,152 @@ def gpu():
 
 @pytest.fixture
 def call(gpu, monkeypatch, tmp_path, capsys):
-    """call(words): (exit status or sentence, console, table.md, rows of rows.json)."""
+    """call(words): (exit status or sentence, console, README.md, rows of rows.jsonl)."""
 
     def run(*words):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path / "out"), *words])
         with pytest.raises(SystemExit) as leaving:
             gpu.main()
         if not (tmp_path / "out").exists():
             return leaving.value.code, capsys.readouterr().out, None, None
-        table, rows = (tmp_path / "out" / name for name in ("table.md", "rows.json"))
-        return leaving.value.code, capsys.readouterr().out, table.read_text(), json.loads(rows.read_text())["rows"]
+        table, rows = ((tmp_path / "out" / name).read_text() for name in ("README.md", "rows.jsonl"))
+        return leaving.value.code, capsys.readouterr().out, table, [json.loads(line) for line in rows.splitlines()]
 
     return run
 
 
-def test_a_script_that_fails_does_not_stop_the_others(gpu, call, monkeypatch, tmp_path):
+def test_a_step_that_fails_does_not_stop_the_others_and_the_results_of_two_calls_add_up(gpu, call, monkeypatch):
+    def breaks(bench):
+        raise RuntimeError(f"it breaks in {bench.folder}/model")
+
+    def leaves(bench):
+        sys.exit("error: no patch")
+
+    def speaks(bench, seconds):
+        return [{"seconds": seconds, "metrics": [{"step": 1}]}]
+
+    steps = [
+        ("one", "breaks", None, breaks, {}),
+        ("one", "speaks", None, speaks, {"seconds": 0.25}),
+        ("one", "lacks", "vllm", speaks, {"seconds": 1}),
+        ("two", "leaves", None, leaves, {}),
+        ("two", "pair", "two GPUs", speaks, {"seconds": 1}),
+    ]
+    monkeypatch.setattr(gpu, "STEPS", steps)
+    monkeypatch.setattr(gpu, "ORDER", [step for _, step, *_ in steps])
+    monkeypatch.setattr(gpu, "ask", lambda *args: dict(CARD))
+    code, console, table, rows = call("--small", "--steps", "two", "speaks")
+    assert code is True and "2 of 3, leaves ...\n  error: no patch\n3 of 3, pair ...\n  needs two GPUs\n" in console
+    assert [row["step"] for row in rows] == ["speaks", "leaves", "pair"] and table in console
+    code, console, table, rows = call("--small", "--steps", "breaks", "lacks")
+    assert code is True and "\n  it breaks in .../model\n" in console
+    assert [row["step"] for row in rows] == ["breaks", "speaks", "lacks", "leaves", "pair"]
+    assert "\n## one\n\n| step | result | took, s |\n" in table and "\n| lacks | needs vllm | 0 |\n" in table
+    assert "\n| breaks | failed: it breaks in .../model | 0 |\n" in table
+    assert "\n| leaves | failed: error: no patch | 0 |\n| pair | needs two GPUs | 0 |\n" in table
+    assert "\n\n| step | result | took, s | seconds |\n| --- | --- | --- | --- |\n| speaks | ok | 0 | 0.25 |\n" in table
+    assert rows[1]["metrics"] == [{"step": 1}] and rows[1]["versions"]["torch"] == "2"
+    assert call("--small", "--steps", "speaks")[0] is False
+
+
+def test_a_script_that_breaks_shows_its_last_lines(gpu, call, monkeypatch, tmp_path):
     scripts = tmp_path / "scripts"
     scripts.mkdir()
     (scripts / "benchmarks").symlink_to(ROOT / "benchmarks")
     (scripts / "ppo_llm.py").symlink_to(ROOT / "ppo_llm.py")
     (scripts / "grpo_llm.py").write_text("print('it begins')\nraise RuntimeError('and it breaks')\n")
     monkeypatch.setattr(gpu, "ROOT", scripts)
-    code, console, table, rows = call("--small", "--steps", "grpo_llm", "ppo_llm")
-    assert code == 1
-    assert (
-        "grpo_llm failed:\nit begins\nTraceback" in console and "RuntimeError: and it breaks\nppo_llm ...\n" in console
-    )
-    assert rows["grpo_llm"]["error"].endswith("RuntimeError: and it breaks")
+    code, console, table, rows = call("--small", "--steps", "ppo_llm", "grpo_llm")
+    assert code is True and "2 of 2, grpo_llm ...\n  it begins\nTraceback" in console
+    row, broken = rows
+    assert broken["error"].endswith("RuntimeError: and it breaks")
     assert str(tmp_path) not in json.dumps(rows)  # you can show them to others
-    assert "\n| grpo_llm | failed |  |" in table and "\n| ppo_llm | cpu, float32 | 0." in table and table in console
-    row = rows["ppo_llm"]
+    assert "\n| grpo_llm | failed: RuntimeError: and it breaks |" in table and "| cpu, float32 | 8 / 256 | 0." in table
     assert [line["step"] for line in row["metrics"]] == [1, 2, 3]
     assert row["metrics"][-1]["response/length_mean"] > 7.5  # all of them, or nearly, have the full length
     assert row["metrics"][-1]["actor/grad_norm"] > 0 and row["logprob_diff"] < 1e-5
-    assert 0 < row["rollout"] < row["iteration"] == pytest.approx(row["rollout"] + row["update"])
+    parts = sum(row[f"{phase}, s"] for phase in ("rollout", "reward", "logprobs", "update"))
+    assert 0 < row["rollout, s"] < row["iteration, s"] and parts == pytest.approx(row["iteration, s"], rel=0.2)
+    assert row["peak, GiB"] == "needs a GPU" and 0 < row["forecast, GiB"] < 0.1
 
 
-def test_without_a_gpu_it_ends_with_a_sentence(call):
+def test_without_a_gpu_it_ends_with_a_sentence(gpu, call, monkeypatch):
+    monkeypatch.setattr(gpu, "ask", lambda *args: CARD | {"GPUs": 0})
     said, console, table, _ = call()
     assert said.startswith("error: PyTorch sees no GPU here") and "\n" not in said and console == "" and table is None
 
 
-def test_what_never_ends_is_stopped(gpu, tmp_path):
-    (tmp_path / "endless.py").write_text("print('it begins', flush=True)\nwhile True:\n    pass\n")
-    args = SimpleNamespace(python=shlex.quote(sys.executable), timeout=1)
+def test_what_never_ends_is_stopped(gpu):
+    command = [sys.executable, "-c", "print('it begins', flush=True)\nwhile True: pass"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    process = subprocess.Popen(command, **pipes)
     with pytest.raises(RuntimeError, match=r"^it begins\nstopped after 1 seconds$"):
-        gpu.launch(args, 1, tmp_path / "endless.py")
+        gpu.finish(SimpleNamespace(timeout=1), process)
+    assert process.poll() is not None
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_scripts_take_the_flags_of_the_large_model(gpu, script):
-    args = check_flags(script, f"--model x {gpu.flags_of(script, '0.5B', '--gradient-checkpointing')}")
-    assert args.batch_size * getattr(args, "group_size", 1) == 64 and args.gradient_checkpointing
+def test_the_scripts_take_the_flags_of_the_large_model_and_the_forecasts_fit_the_card(gpu, monkeypatch, tmp_path):
+    """Every step that trains, on a card of 24 GB and on one of 80 GB."""
+    started = []
+
+    def note(args, processes, function, path, *words):
+        started.append((path, " ".join(map(str, words)), processes))
+        raise InterruptedError
+
+    forecasts = []
+    monkeypatch.setattr(gpu, "start", note)
+    for size in 25.4, 85.0:
+        shape = gpu.memory.SHAPES["Qwen2.5-0.5B"]
+        bench = gpu.Bench(SimpleNamespace(small=False, flags=""), tmp_path, CARD | {"GB": size}, shape, gpu.WORK)
+        for _, _, _, function, options in gpu.STEPS:
+            if function is gpu.train:
+                with pytest.raises(InterruptedError):
+                    function(bench, **options)
+        sizes = gpu.recommend(bench, critic=False)
+        options = {"processes": 1, "sharded": False, "critic": False, "lora_rank": 0, "bf16": True}
+        forecasts += [gpu.forecast(bench, work, sizes, options) * gpu.memory.GIB for work in gpu.WORK.values()]
+        assert max(forecasts) < 0.9 * size * 1e9
+    assert {path.stem for path, *_ in started} == {*SCRIPTS, "grpo_llm_fsdp", "paged_llm", "vllm_llm", "fp16_llm"}
+    for path, words, processes in started:
+        if path.stem in SCRIPTS:
+            args = check_flags(path.stem, words, processes)
+            assert args.batch_size * getattr(args, "group_size", 1) in (64, 256)
 
 
-def test_the_exchange_is_set_against_the_update(gpu):
-    about = {"card": "none", "model": "0.5B"}
-    seconds = {"rollout": 1.0, "update": 2.0, "iteration": 3.0, "tokens/s": 4000.0}
-    two = seconds | {"on": "cuda, bfloat16", "peak": 20.0, "logprob_diff": 1e-3}
-    table = gpu.make_table(about, {"ppo_llm-two": two, "exchange": {"gib": 1.84, "times": [9.0, 0.1, 0.2, 0.1]}})
-    assert "| ppo_llm-two | cuda, bfloat16 | 1.00 | 2.00 | 3.00 | 4,000 | 20.0 | 1.0e-03 |" in table
-    assert "add up 1.84 GiB of gradients in 0.1 s. In an update of ppo_llm-two they do so 4 times: 20% of it." in table
-    assert "add up" not in gpu.make_table(about, {"ppo_llm-two": two, "exchange": {"error": "it breaks"}})
+def test_how_far_two_runs_are_apart(gpu):
+    line = {"time/rollout": 1.0, "actor/entropy": 2.0, "actor/grad_norm": 4.0}
+    other = {"time/rollout": 3.0, "actor/entropy": 2.0, "actor/grad_norm": 5.0}
+    (row,) = gpu.compare("x", [line, line], [line | {"time/rollout": 2.0}, other])
+    assert row["equal iterations"] == "1 of 2" and row["actor/entropy, largest relative difference"] == 0
+    assert row["actor/grad_norm, largest relative difference"] == pytest.approx(0.2)
+
+
+def test_the_exchange_is_set_against_the_update(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "ask", lambda *args, **kwargs: {"gradients, GB": 2.0, "exchange, s": 0.1})
+    monkeypatch.setattr(gpu, "train", lambda *args, **kwargs: [{"update, s": 2.0}])
+    bench = gpu.Bench(None, tmp_path, CARD | {"GPUs": 2}, None, gpu.WORK)
+    (row,) = gpu.exchange(bench)
+    assert row["share of the update"] == pytest.approx(0.1) and row["through"] == "NCCL"  # 64 / 32 steps of 0.1 s
+
+
+def test_the_help_names_every_part_and_step(gpu):
+    for part, step, *_ in gpu.STEPS:
+        assert part in gpu.__doc__ and step.removesuffix("-two") in gpu.__doc__
 
 
 @pytest.mark.slow
-def test_two_processes_and_the_merged_script(call):
-    steps = "grpo_llm_fsdp", "grpo_llm_fsdp-two", "ppo_llm-two", "exchange"
-    code, console, table, rows = call("--small", "--steps", *steps)
-    assert code == 0, console
-    assert tuple(rows) == steps and "failed" not in table and "they do so 4 times" in table
-    assert rows["grpo_llm_fsdp"]["metrics"][0]["reward/mean"] == 0.5
+def test_all_of_it_runs_in_a_tiny_shape_without_a_gpu(gpu, call):
+    code, console, table, rows = call("--small")
+    assert code is False, console
+    lacking = {row["step"]: row["result"] for row in rows if row["result"] != "ok"}
+    assert list(dict.fromkeys(row["step"] for row in rows)) == gpu.ORDER and not lacking.keys() - {"vllm"}
+    found = {row["step"]: row for row in rows}
+    assert found["resume"]["equal iterations"] == "4 of 4"
+    assert found["agreement"]["actor/grad_norm, largest relative difference"] < 1e-4
+    assert found["float32"]["logprob_diff"] < 1e-5 < found["float16"]["logprob_diff"]
+    assert found["decoding"]["launches"] == "needs a GPU" and "gloo (NCCL needs a GPU)" in table
+    assert found["grpo_llm_fsdp"]["metrics"][0]["reward/mean"] == 0.5
     code, console, _, rows = call("--small", "--steps", "ppo_llm-two", "--flags=--no-such-flag")
-    assert code == 1 and "no-such-flag" in rows["ppo_llm-two"]["error"]
+    (row,) = [row for row in rows if row["step"] == "ppo_llm-two"]
+    assert code is True and "no-such-flag" in row["error"]
