@@ -109,6 +109,18 @@ def test_the_table_is_that_of_the_runs_that_are_kept():
 # ---------------------------------------------------------------------------------------------------------- the model
 
 
+def test_the_four_iterations_of_the_other_model_are_as_they_were_logged():
+    folder, page = ROOT / "benchmarks" / "results" / "real" / "qwen", (ROOT / "notes" / "real-run.md").read_text()
+    runs = [folder / f"{name}.jsonl" for name in ("bfloat16", "gsm8k", "verify_math")]
+    rows = [row for run in runs for row in read_rows(run) if row["step"]]
+    assert len(rows) == 4
+    exact = "rollout/logprob_diff", "kl/mean", "actor/grad_norm"
+    for name in (*exact, "response/truncated_frac", "reward/mean", "group/zero_std_frac"):
+        (cells,) = re.findall(rf"(?m)^\| `{name}` \| (.*[\d]) \|$", page)
+        for cell, row in zip(cells.split(" | "), rows, strict=True):
+            assert float(cell) == pytest.approx(row[name], rel=0.2 if name in exact else 0.08, abs=2e-9)
+
+
 def test_without_a_network_it_is_one_sentence(tmp_path):
     """As pip says it, too, above ours."""
     nowhere = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
