@@ -42,6 +42,7 @@ VARIANTS = sorted({path.stem for path in variants.FOLDER.iterdir() if path.suffi
 HEAD = "---\nsearch: {exclude: true}\n---\n\n"
 LINK = re.compile(r"\]\(([^)#\s:]+)")
 SECTION = re.compile(r'(?s)<h2 id="([^"]*)">((\d+\.\d+) .*?)(?:<a class="headerlink".*?</a>)?</h2>(.*?)(?=<h2|\Z)')
+DIVIDER = re.compile(r"(?m)^# --- ([\w ]+?)(?:\. .*)? -{9,}$")
 SHORT = 6  # lines: a text of the walk that is about fewer is shown together with the next
 
 
@@ -99,7 +100,7 @@ def code_lines(source, page):
 
     result = []
     for plain, line in zip(source.splitlines(), coloured):
-        line = line.replace('"c1"># ---------', '"c1 rule"># ---------')
+        line = re.sub(r" -{9,}(?=</span>)", r'</span><span class="c1 rule">\g<0>', line)
         if re.search(r"\S{38}", plain):  # where a phone may break it
             line = re.sub(r'<span class="[op]">[.(]</span>', r"\g<0><wbr>", line)
         line = re.sub(r'"c1">(?=# [^<]{1,22}</span>)', '"c1 whole">', line)
@@ -201,10 +202,8 @@ def walk_parts(content):
 
 def sections(source):
     """[(line, title, [(line, name, [(line, tag)])])]: the parts of a script, what each defines, the tags in it."""
-    dividers = re.finditer(r"(?m)^# -{9,}\n# ([^.\n]+).*\n# -{9,}$", source)
-    found = [(1, "Docstring, imports, flags", [])] + [
-        (source.count("\n", 0, x.start()) + 1, x[1], []) for x in dividers
-    ]
+    found = [(1, "Docstring, imports, flags", [])]
+    found += [(source.count("\n", 0, x.start()) + 1, x[1], []) for x in DIVIDER.finditer(source)]
     for x in ast.parse(source).body:
         if isinstance(x, ast.FunctionDef | ast.ClassDef):
             lines = enumerate(source.splitlines()[x.lineno - 1 : x.end_lineno], x.lineno)

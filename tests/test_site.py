@@ -104,6 +104,9 @@ def test_every_line_and_tag_of_a_script_is_on_its_page(site, name):
     assert re.findall(r'id="L(\d+)"', text) == [str(number) for number in range(1, len(lines) + 1)]
     for tag in {tag for line in lines for tag in re.findall(r"# \[(\d+\.\d+)\]", line)}:
         assert f'class="note" data-note="{tag}"' in text, f"no section {tag} in the notes"
+    entry = r'<a href="#L(\d+)" class="md-nav__link">\s*<span class="md-ellipsis">\s*([^<]*?)\s*</span>'
+    parts = {str(k): part[1] for k, line in enumerate(lines, 1) if (part := re.match(r"# --- (\w[\w ]*\w)", line))}
+    assert len(parts) == 7 and parts.items() <= dict(re.findall(entry, text)).items()  # in the outline
 
 
 SHOWN = "[...document.querySelectorAll('.note')].filter(x => x.offsetHeight > 0).map(x => x.dataset.note)"
