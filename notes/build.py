@@ -81,6 +81,26 @@ def mathml(tex, display):
     return ET.tostring(math, encoding="unicode")
 
 
+def breakable(line):
+    """A line of code as HTML. Where a phone may break long names."""
+    long = re.search(r"\S{38}", html.unescape(re.sub("<.*?>", "", line)))
+    return re.sub(r'<span class="[op]">[.(]</span>', r"\g<0><wbr>", line) if long else line
+
+
+def block(match):
+    """A block of code on a page, each line with the indentation of what a narrow window wraps.
+
+    That is further than the line's own, and in a plain text that has columns below the second one.
+    """
+    text, columns = "", not re.search('<span class="(?!whole)', match[2])
+    for line in match[2].removesuffix("\n").split("\n"):
+        plain = html.unescape(re.sub("<.*?>", "", line))
+        column = re.match(r" *\S+(?: \S+)*  +", plain) if columns else None
+        hang = len(column[0]) if column and len(column[0]) < 25 else len(re.match(r"(\.\.\.|[-+])? *", plain)[0]) + 4
+        text += f'<span class="line" style="--hang:{hang}">{breakable(line)}\n</span>'
+    return match[1] + text
+
+
 @functools.cache
 def code_lines(source, page):
     """[(indentation, HTML)] of a script's lines: colours, calls that lead to definitions, tags that lead to notes."""
@@ -100,9 +120,7 @@ def code_lines(source, page):
 
     result = []
     for plain, line in zip(source.splitlines(), coloured):
-        line = re.sub(r" -{9,}(?=</span>)", r'</span><span class="c1 rule">\g<0>', line)
-        if re.search(r"\S{38}", plain):  # where a phone may break it
-            line = re.sub(r'<span class="[op]">[.(]</span>', r"\g<0><wbr>", line)
+        line = breakable(re.sub(r" -{9,}(?=</span>)", r'</span><span class="c1 rule">\g<0>', line))
         line = re.sub(r'"c1">(?=# [^<]{1,22}</span>)', '"c1 whole">', line)
         line = re.sub(r'<span class="n">(\w+)</span>(?=<span class="p">\()', call, line)
         line = re.sub(r"^(<span class=\"\w+\">)?( +)", r"\1<i>\2</i>", TAG.sub(tag, line))
@@ -360,7 +378,9 @@ def on_page_content(html_, page, **_):
         page.meta["hide"] = ["navigation"]  # each is alone under its tab
 
     def formula(match):
-        return mathml(html.unescape(match[2])[2:-2], "block" if match[1] == "div" else "inline")
+        before, tag, tex, after = match.groups()
+        math = mathml(html.unescape(tex)[2:-2], "block" if tag == "div" else "inline")
+        return f'<span class="whole">{before}{math}{after}</span>' if before or after else math
 
     def plain(entries):
         for entry in entries:
@@ -372,9 +392,18 @@ def on_page_content(html_, page, **_):
     def variant(match):
         return f'<td><a href="variant-{match[1]}.html">{match[0][4:]}</a>' if match[1] in VARIANTS else match[0]
 
+    def cell(match):  # how wide it wants to be
+        return f'<td style="--length:{len(re.sub("<.*?>", "", match[1]))}">{match[1]}</td>'
+
+    def flags(match):  # the dashes stay together
+        return re.sub(r"(?<![\w-])--?[\w(]+", r'<span class="whole">\g<0></span>', match[0])
+
     plain(page.toc)
-    html_ = re.sub(r'(?s)<(div|span) class="arithmatex">(.*?)</\1>', formula, html_)
+    html_ = re.sub(r'(?s)(\(?)<(div|span) class="arithmatex">(.*?)</\2>([.,:;?)]*)', formula, html_)
     html_ = re.sub(r"<td><code>(\w+)</code>", variant, html_)
+    html_ = re.sub(r"(?s)<td>(.*?)</td>", cell, html_)
+    html_ = re.sub(r"(?s)<code>.*?</code>", flags, html_)
+    html_ = re.sub(r"(?s)(<pre><span></span><code>)(.*?)(?=</code>)", block, html_)
     name = page.url.removesuffix(".html")
     if name in DIFFS:
         html_ = with_numbers(html_, name)
@@ -455,7 +484,7 @@ def main():
             "hooks": [__file__],
             "markdown_extensions": [
                 {"pymdownx.arithmatex": {"generic": True}},
-                {"pymdownx.highlight": {"line_spans": "line"}},
+                "pymdownx.highlight",
                 "pymdownx.superfences",
                 "md_in_html",
             ],
