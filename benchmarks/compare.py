@@ -10,12 +10,6 @@ Or check whether two runs are the same, on one process and on two, or before and
 It compares iteration by iteration: metrics up to rounding (--tolerance), except times, memory, throughput and
 rollout/logprob_diff, which is rounding itself; and completions character by character. It prints the first difference,
 and the exit code is then 1.
-
-Or check whether runs of today's scripts end like the published ones, which an earlier version made:
-
-    python benchmarks/compare.py --again ppo grpo ppo-fsdp grpo-fsdp > benchmarks/results/again/README.md
-
-This puts a folder's csv files next to those of the same name in results/again/ (`learning.py again/ppo --seeds 1`).
 """
 
 import argparse
@@ -29,16 +23,6 @@ import plot
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ASIDE = "time/", "memory/", "throughput/", "rollout/logprob_diff"
-
-
-AGAIN = """\
-Runs of version 0.3 beside the published ones of the same seeds, which version 0.2 made on another machine, and one that
-version 0.2 made on today's (`python benchmarks/compare.py --again`): greedy and sampled test scores of every
-evaluation, and how many of the numbers that both logged, of four digits, are those of version 0.3. Rounding differs by
-machine, and grows. completions.jsonl has what the README's command (PPO's seed 1, two processes) made of the README's
-question in each evaluation.
-
-"""
 
 
 def last(metric):
@@ -67,31 +51,6 @@ def make_table(results, names, at=(10,)):
             cells.append(ends[0] if len(set(ends)) == 1 else f"{ends[0]} ({ends[1]}-{ends[2]})")
         lines.append([name, str(len(runs)), *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def make_again(results, names):
-    """Markdown: every evaluation of the runs in results/again, beside the published run of the same seed and, where it
-    was run on the same machine as well, that of version 0.2 (earlier_K.csv)."""
-    text = AGAIN
-    text += "| run | | " + " | ".join(f"iteration {step}" for step in range(0, 41, 10)) + " | equal |\n"
-    text += "|---" * 8 + "|\n"
-    for name in names:
-        for path in sorted((results / "again" / name).glob("seed_*.csv")):
-            (now,) = plot.read_runs(path)
-            files = {"published": results / name / path.name, "version 0.3": path}
-            files["version 0.2, here"] = path.with_name(path.name.replace("seed", "earlier"))
-            for kind, file in files.items():
-                if not file.exists():
-                    continue
-                (run,) = plot.read_runs(file)
-                evaluated = [row for row in run if "eval/score" in row]
-                scores = [f"{row['eval/score']:.3f}, {row['eval/score_sampled']:.3f}" for row in evaluated]
-                pairs = [
-                    (a[key], b[key]) for a, b in zip(now, run) for key in a.keys() & b if not key.startswith(ASIDE)
-                ]
-                equal = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
-                text += f"| {name}, {path.stem.replace('_', ' ')} | {kind} | {' | '.join(scores)} | {equal} |\n"
-    return text
 
 
 # ------------------------------------------------------------------------------------------------------- two runs
@@ -175,7 +134,6 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*", help="folders under benchmarks/results/")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--at", type=int, nargs="+", default=[10], help="also show the evaluation of these iterations")
-    parser.add_argument("--again", action="store_true", help="compare today's runs with the published ones")
     parser.add_argument("--exact", type=Path, nargs=2, metavar="RUN", help="two run folders: are they the same?")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative tolerance of --exact")
     args = parser.parse_args()
@@ -183,7 +141,4 @@ if __name__ == "__main__":
         parser.error("name results for a table, or two runs after --exact")
     if args.exact:
         sys.exit(compare_runs(*args.exact, args.tolerance))
-    if args.again:
-        print(make_again(args.results, args.names), end="")
-        sys.exit()
     print(make_table(args.results, args.names, args.at))
