@@ -15,13 +15,12 @@ and the exit code is then 1.
 import argparse
 import json
 import math
-import statistics
 import sys
 from pathlib import Path
 
 import plot
+from common import RESULTS, markdown, spread
 
-RESULTS = Path(__file__).resolve().parent / "results"
 ASIDE = "time/", "memory/", "throughput/", "rollout/logprob_diff"
 
 
@@ -39,7 +38,7 @@ def make_table(results, names, at=(10,)):
     columns |= {f"sampled at iteration {step}": (sampled_at(step), 3) for step in at}
     columns |= {"sampled after": (last("eval/score_sampled"), 3), "KL per token after": (last("kl/mean"), 3)}
     columns |= {"responses sampled": (last("responses"), 0)}
-    lines = [["", "seeds", *columns], ["---"] * (len(columns) + 2)]
+    lines = []
     for name in names:
         runs, cells = plot.read_runs(results / name), []
         for number, digits in columns.values():
@@ -47,10 +46,9 @@ def make_table(results, names, at=(10,)):
                 values = [number(run) for run in runs]
             except IndexError:
                 values = []
-            ends = [f"{f(values):,.{digits}f}" for f in (statistics.mean, min, max)] if any(values) else [""]
-            cells.append(ends[0] if len(set(ends)) == 1 else f"{ends[0]} ({ends[1]}-{ends[2]})")
+            cells.append(spread(values, digits) if any(values) else "")
         lines.append([name, str(len(runs)), *cells])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(["", "seeds", *columns], lines)
 
 
 # ------------------------------------------------------------------------------------------------------- two runs

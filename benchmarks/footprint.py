@@ -15,19 +15,16 @@ benchmarks/results/footprint/.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import learning
+from common import RESULTS, ROOT, TINY, launcher, make_model, markdown, run
 
-ROOT = learning.ROOT
-sys.path.append(str(ROOT / "notes"))
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 QWEN = {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
 QWEN |= {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
+GIVE_BACK = "65536"  # freed memory goes back to the system at once, so the peak is what was needed at one time
 WIDE = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 11}
 WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True}
 
@@ -69,44 +66,22 @@ open({folder!r} + "/" + rank + ".json", "w").write(json.dumps(result))
 """
 
 
-def make_model(folder, shape):
-    """Random weights, in bfloat16 on the disk, with the tokenizer of the embedded model."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
-
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "benchmarks" / "tiny" / "model")
-    torch.manual_seed(0)
-    config = Qwen2Config(**shape, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def measure(script, model, processes, flags):
     """[{peak, libraries, trained, seconds} of every process] of two iterations; libraries: before `main`."""
     with tempfile.TemporaryDirectory() as folder:
         worker = Path(folder) / "worker.py"
         worker.write_text(WORKER.format(root=str(ROOT), script=script, folder=folder))
-        launch = f"--multi_gpu --num_processes {processes}" if processes > 1 else "--num_processes 1"
-        command = [
-            str(Path(sys.executable).with_name("accelerate")),
-            "launch",
-            *launch.split(),
-            *learning.LAUNCH.split(),
-        ]
-        command += ["--main_process_port", "0", str(worker), "--model", str(model), "--output-dir", f"{folder}/runs"]
-        tiny = ROOT / "benchmarks" / "tiny"
-        command += ["--dataset", f"{tiny}/train.jsonl", "--eval-dataset", f"{folder}/eval.jsonl", *flags.split()]
-        command += ["--prompt-suffix", ""]  # leaves the embedded prompts as they are
-        first = (tiny / "test.jsonl").read_text().splitlines()[0]
+        words = ["--model", model, "--output-dir", f"{folder}/runs", "--dataset", f"{TINY}/train.jsonl"]
+        words += ["--eval-dataset", f"{folder}/eval.jsonl", *flags.split()]
+        words += ["--prompt-suffix", ""]  # leaves the embedded prompts as they are
+        first = (TINY / "test.jsonl").read_text().splitlines()[0]
         (Path(folder) / "eval.jsonl").write_text(first + "\n")
-        # Freed memory goes back to the system at once, so the peak is what was needed at one time.
-        env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-        subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
+        run(launcher(processes, worker, *words), MALLOC_MMAP_THRESHOLD_=GIVE_BACK)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
 
 
 def table(header, lines):
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *lines]) + "\n"
+    return markdown(header, lines) + "\n"
 
 
 def compare_lora(model):
@@ -202,11 +177,9 @@ def run_first(model, gsm8k):
             command = [sys.executable, str(worker), "--model", str(model), "--dataset", str(gsm8k / "train.jsonl")]
             command += ["--eval-dataset", str(gsm8k / "test.jsonl")]
             command += [*sizes.split(), "--output-dir", f"{folder}/runs", "--save-every", "0"]
-            env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-            done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            assert done.returncode == 0, done.stdout[-3000:]
+            console, _ = run(command, MALLOC_MMAP_THRESHOLD_=GIVE_BACK)
             found = json.loads(Path(folder, "0.json").read_text())
-            console = done.stdout.replace(folder, "FOLDER").replace(str(gsm8k), "gsm8k").replace(str(model), "MODEL")
+            console = console.replace(folder, "FOLDER").replace(str(gsm8k), "gsm8k").replace(str(model), "MODEL")
         text += f"`{script}.py {sizes}`: peak {found['peak'] / 2**30:.1f} GiB, {found['seconds']:.0f} s for the second "
         text += f"iteration\n\n```\n{console}```\n\n"
         print(text, flush=True)
@@ -221,7 +194,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         result = run_first(model, args.gsm8k) if args.what == "first" else WHAT[args.what](model)
-    path = ROOT / "benchmarks" / "results" / "footprint" / f"{args.what}.md"
+    path = RESULTS / "footprint" / f"{args.what}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(result)
     print(result)

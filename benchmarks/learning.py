@@ -18,17 +18,14 @@ import os
 import shlex
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import plot
+from common import LAUNCH, RESULTS, ROOT, launcher, markdown, run  # noqa: F401  (LAUNCH is for gpu.py)
 
-ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs" / "learning"
-LAUNCH = "--num_machines 1 --mixed_precision no --dynamo_backend no"
 
 
 def write_compact(rows, path):
@@ -66,8 +63,7 @@ def make_table(folder):
         summary = summarise(rows)
         cells = [f"{value:.2f}" if "seconds" in key else f"{value:.3f}" for key, value in summary.items()]
         lines.append([path.stem[5:], *cells])
-    table = [["seed", *summary], ["---"] * (len(summary) + 1), *lines]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in table)
+    return markdown(["seed", *summary], lines)
 
 
 def main():
@@ -78,25 +74,20 @@ def main():
     parser.add_argument("--flags", default="", help="passed on to the script, as one string")
     parser.add_argument("--processes", type=int, default=1, help="processes of each run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     folder = args.results / args.name
     folder.mkdir(parents=True, exist_ok=True)
-    accelerate = Path(sys.executable).with_name("accelerate")
-    parallel = f"--multi_gpu --num_processes {args.processes}" if args.processes > 1 else "--num_processes 1"
 
-    def run(seed):
+    def train(seed):
         target = folder / f"seed_{seed}.csv"
         if target.exists():
             return
         version = hashlib.sha256((ROOT / args.script).read_bytes() + args.flags.encode()).hexdigest()[:8]
         run_dir = RUNS / f"{args.name.replace('/', '-')}-{version}-{seed}"
-        command = [str(accelerate), "launch", *shlex.split(f"{parallel} {LAUNCH}"), "--main_process_port", "0"]
-        command += [str(ROOT / args.script), "--seed", str(seed), "--output-dir", str(RUNS), "--run-name", run_dir.name]
-        command += ["--resume", "--save-every", "5"]
+        words = ["--seed", seed, "--output-dir", RUNS, "--run-name", run_dir.name, "--resume", "--save-every", "5"]
         start = time.time()
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, *shlex.split(args.flags)], check=True, env=env, stdout=subprocess.DEVNULL)
+        run(launcher(args.processes, ROOT / args.script, *words, *shlex.split(args.flags)))
         seconds = time.time() - start
         rows = plot.read_run(run_dir)
         shutil.rmtree(run_dir)
@@ -105,7 +96,7 @@ def main():
         print(f"seed {seed}: " + ", ".join(f"{k} {v:.3f}" for k, v in summarise(rows).items()), flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(run, args.seeds))
+        list(pool.map(train, args.seeds))
     about = f"`{args.script} {args.flags}`".replace(" `", "`")
     about += f", {args.processes} process(es) a run, {args.jobs} at a time on {os.cpu_count()} cores"
     (folder / "table.md").write_text(f"{about}\n\n{make_table(folder)}\n")

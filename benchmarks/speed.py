@@ -447,7 +447,7 @@ def scaling(args):
                 for processes in (1, 2):
                     record("processes", **take(script, flags, base | work | {"processes": processes}))
                 output, shares = f"{folder}/shares-{script}-{number}", []
-                worker = [ROOT / "benchmarks" / "sharding.py", "--worker", script, output, "--"]
+                worker = [ROOT / "benchmarks" / "campaigns" / "sharding.py", "--worker", script, output, "--"]
                 words = our_flags(script, flags, base | work, folder, f"{script}-communication-{number}")
                 launch(sys.executable, 2, *worker, *words)
                 for rank in range(2):

@@ -1,5 +1,5 @@
-"""Families of models, tiny and random, go through every script: benchmarks/families.py, whose table the guide has. Each
-pass is compared with each row alone, by eager attention, and greedy answers with transformers' own."""
+"""Families of models, tiny and random, go through every script: benchmarks/campaigns/families.py, whose table the guide
+has. Each pass is compared with each row alone, by eager attention, and greedy answers with transformers' own."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from ranks import load_script
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-families = load_script(ROOT / "benchmarks" / "families.py")
+families = load_script(ROOT / "benchmarks" / "campaigns" / "families.py")
 # One of each kind: plain, learned positions, tied, a cap, scales, a window, experts, and hybrids with linear attention,
 # convolutions, Mamba; two that read images, too; and one whose decoder has another name.
 CHOSEN = ["llama", "gpt2", "gpt_neox", "gemma2", "granite", "mistral", "gpt_oss", "qwen3_5", "lfm2", "falcon_h1"]

@@ -1,4 +1,4 @@
-"""Short forms of the campaigns of benchmarks/faults.py: kills at random moments, a long run, bad input."""
+"""Short forms of the campaigns of benchmarks/campaigns/faults.py: kills at random moments, a long run, bad input."""
 
 import os
 import random
@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, each_script, forked, untimed
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "campaigns"))
 import faults
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_long_run_grows_neither_memory_nor_open_files(algo, toy_run, monkeypat
     [("an answer that is a time", "ppo_llm_fsdp", "named"), ("a reward of many types", "grpo_llm", "ran")],
 )
 def test_what_users_get_wrong(name, stem, verdict, tmp_path, monkeypatch):
-    """All of them, and all scripts: python benchmarks/faults.py inputs 183. The verdict is not reached by accident."""
+    """All of them, and all scripts: python benchmarks/campaigns/faults.py inputs 183. No verdict is an accident."""
     assert f"faults.py inputs {len(faults.INPUTS)} " in faults.__doc__
     found, said = faults.one_input(name, ROOT / f"{stem}.py", tmp_path / "case")
     assert found == verdict, said

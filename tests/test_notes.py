@@ -119,8 +119,10 @@ def test_chapter_1_says_how_far_the_mean_advantage_is_from_zero():
 
 def test_every_benchmark_has_a_row_of_its_own():
     table = (ROOT / "benchmarks" / "README.md").read_text()
-    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
-    assert sorted(re.findall(r"(?m)^\| [^|]+ \| \[`\w+\.py`\]\((\w+\.py)\) \|", table)) == sorted(scripts)
+    scripts = {path.relative_to(ROOT / "benchmarks").as_posix() for path in (ROOT / "benchmarks").rglob("*.py")}
+    rows = re.findall(r"(?m)^\| [^|]+ \| \[`(\w+\.py)`\]\(((?:campaigns/)?\w+\.py)\) \|", table)
+    assert all(link.endswith(name) for name, link in rows)
+    assert sorted(link for _, link in rows) == sorted(scripts)
 
 
 RUN_FOLDER = "runs", "completions", "checkpoints", "final"
@@ -133,7 +135,7 @@ OTHERS |= {"PYTORCH_ALLOC_CONF"}  # of torch
 @pytest.fixture(scope="module")
 def known():
     """(all text that a name in the notes may be from, names in it, flags and what else there is or was)."""
-    files = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/*.py"), ROOT / "pyproject.toml"]
+    files = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("tests/*.py"), ROOT / "pyproject.toml"]
     files += [path for path in ROOT.glob("notes/**/*") if path.suffix in (".py", ".patch")]
     text = "\n".join(path.read_text() for path in files)
     flags = [field.name for script in CEILINGS for field in fields(load_script(script).Args)]

@@ -70,8 +70,9 @@ def load_script(name):
 
 
 def load_benchmark(name):
-    sys.path.insert(0, str(ROOT / "benchmarks"))  # as when they are run: they may import each other
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    (path,) = (ROOT / "benchmarks").rglob(f"{name}.py")  # some are in campaigns/
+    sys.path.insert(0, str(path.parent))  # as when they are run: they may import each other
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.path.pop(0)

@@ -113,7 +113,7 @@ def test_the_pieces_of_the_chapter_are_those_of_the_file():
 
 
 def test_the_tables_of_results_are_what_the_runs_say():
-    """As `python benchmarks/walls.py tables` prints them; and scores that stand in the text."""
+    """As `python benchmarks/campaigns/walls.py tables` prints them; and scores that stand in the text."""
     walls = load_benchmark("walls")
     found = walls.tables()
     assert len(found) >= 8 and [table for table in found if table not in CHAPTER] == []

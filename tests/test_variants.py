@@ -607,7 +607,7 @@ def test_shared_prompts_want_full_attention(variant, tmp_path):
     """In a hybrid, or within a window, siblings would read each other without a word."""
     from transformers import AutoModelForCausalLM
 
-    families = load_script(ROOT / "benchmarks" / "families.py")
+    families = load_script(ROOT / "benchmarks" / "campaigns" / "families.py")
     for name in "lfm2", "mistral":
         families.make_model(name, tmp_path / name)
         model = variant("shared_prompt").load_model(str(tmp_path / name), AutoModelForCausalLM)

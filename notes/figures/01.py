@@ -307,7 +307,7 @@ def clip():
 
 
 def noise():
-    """Variance of a batch's gradient by baseline, over that with the batch's mean: benchmarks/walls.py noise."""
+    """Variance of a batch's gradient by baseline, over that with the batch's mean: campaigns/walls.py noise."""
     with open(ROOT / "benchmarks" / "results" / "walls" / "noise.csv", newline="") as file:
         rows = list(csv.DictReader(file))
 

@@ -1,6 +1,6 @@
 """Figures of chapter 9 (debugging): python notes/figures/09.py
 
-Drawn from benchmarks/results/symptoms (benchmarks/symptoms.py) and from seed 1 of the default runs.
+Drawn from benchmarks/results/symptoms (benchmarks/campaigns/symptoms.py) and from seed 1 of the default runs.
 """
 
 import csv

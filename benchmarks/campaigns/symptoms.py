@@ -1,13 +1,13 @@
 """Produce what chapter 9 explains: runs that are broken on purpose, and which metric gives each away, and when.
 
-    python benchmarks/symptoms.py                   all that don't exist yet, two at a time
-    python benchmarks/symptoms.py one-step nan      only these
-    python benchmarks/symptoms.py table             compares them with five healthy seeds
+    python benchmarks/campaigns/symptoms.py                   all that don't exist yet, two at a time
+    python benchmarks/campaigns/symptoms.py one-step nan      only these
+    python benchmarks/campaigns/symptoms.py table             compares them with five healthy seeds
 
-Each run is one command on the embedded default with one process: flags that break a run, or a bug from
-benchmarks/broken.py. benchmarks/results/symptoms/ gets NAME.csv (the metrics, four significant digits), NAME.txt (the
-last line that the run printed when it stopped by itself, or the error that broken.py let pass) and, with `table`,
-table.md. notes/figures/09.py draws them; a test checks that the chapter has these commands.
+Each run is one command on the embedded default with one process: flags that break a run, or a bug from broken.py.
+benchmarks/results/symptoms/ gets NAME.csv (the metrics, four significant digits), NAME.txt (the last line that the run
+printed when it stopped by itself, or the error that broken.py let pass) and, with `table`, table.md.
+notes/figures/09.py draws them; a test checks that the chapter has these commands.
 
 kl-negative and entropy-rises were made with version 0.2 (commit c9bdd21), whose scripts had --top-p. It is a variant
 now, so their files stay as they are, and you cannot run them here.
@@ -25,12 +25,12 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 import broken
 import plot
+from common import RESULTS, ROOT
 from learning import write_compact
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 SYMPTOMS = {
     "wrong-column": "grpo_llm.py --reward benchmarks/rewards.py:exact --answer-column question --total-iterations 8",
     "cut-answers": "ppo_llm.py --max-response-length 12 --total-iterations 8",
@@ -44,14 +44,14 @@ SYMPTOMS = {
     "entropy-low": "grpo_llm.py --temperature 0.3 --total-iterations 20",
     "entropy-rises": "ppo_llm.py --top-p 0.6 --entropy-coef 1 --total-iterations 8",
     "four-epochs": "ppo_llm.py --ppo-epochs 4 --total-iterations 8",
-    "no-ratio": "benchmarks/broken.py no-ratio --ppo-epochs 4 --total-iterations 8",
+    "no-ratio": "benchmarks/campaigns/broken.py no-ratio --ppo-epochs 4 --total-iterations 8",
     "memory-rollout": "ppo_llm.py --batch-size 4096 --rollout-batch-size 4096 --total-iterations 1 --eval-every 0",
     "memory-held": "ppo_llm.py --batch-size 4096 --rollout-batch-size 128 --total-iterations 1 --eval-every 0",
     "rollout-slow": "ppo_llm.py --rollout-batch-size 4 --total-iterations 3",
 }
 BUGS = "logprobs-late sampler-colder sampler-stale dropout-on eos-missing eos-untrained score-misplaced values-late"
 BUGS = f"{BUGS} padding-whitened sign-flipped reference-moves groups-mixed".split()
-SYMPTOMS |= {name: f"benchmarks/broken.py {name} --total-iterations 8" for name in BUGS}
+SYMPTOMS |= {name: f"benchmarks/campaigns/broken.py {name} --total-iterations 8" for name in BUGS}
 # A healthy one that the bands have not seen: what it trips is a false alarm.
 SYMPTOMS["ppo-seed-6"] = "ppo_llm.py --seed 6 --total-iterations 8"
 OLD = "kl-negative", "entropy-rises"  # as they were run with version 0.2

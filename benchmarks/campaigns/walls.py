@@ -1,17 +1,16 @@
 """Measurements for chapters 1 and 4, with notes/tiny_ppo.py: benchmarks/results/walls/.
 
-    python benchmarks/walls.py tiny       three seeds of tiny_ppo.py, 40 iterations each
-    python benchmarks/walls.py noise      how noisy the gradient is with a baseline and without, at two policies
-    python benchmarks/walls.py best       which baseline would leave the least noise
-    python benchmarks/walls.py kinds      the estimates of the KL after 40 iterations: mean and spread over tokens
-    python benchmarks/walls.py tables     print the tables of results in chapter 1, which a test compares
+    python benchmarks/campaigns/walls.py tiny       three seeds of tiny_ppo.py, 40 iterations each
+    python benchmarks/campaigns/walls.py noise      the noise of the gradient with a baseline and without
+    python benchmarks/campaigns/walls.py best       which baseline would leave the least noise
+    python benchmarks/campaigns/walls.py kinds      the estimates of the KL after 40 iterations: mean and spread
+    python benchmarks/campaigns/walls.py tables     print the tables of results in chapter 1, which a test compares
 
 The chapter's learning curves are experiments of variant_runs.py.
 """
 
 import argparse
 import contextlib
-import csv
 import io
 import re
 import statistics
@@ -21,25 +20,18 @@ from unittest import mock
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "walls"
-sys.path[:0] = str(ROOT), str(ROOT / "notes")
-import tiny_ppo  # noqa: E402
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import common
+import tiny_ppo
 
-from ppo_llm import kl_penalty  # noqa: E402
+from ppo_llm import kl_penalty
+
+RESULTS = common.RESULTS / "walls"
 
 BATCHES = 16  # of 256 responses each
 GROUP_SIZE = 8
 RESPONSES = 1024  # to as many prompts, for `best`
 POLICIES = ("start", 0), ("later", 12)  # and iterations of training
-
-
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def tiny(results, seeds):
@@ -53,7 +45,7 @@ def tiny(results, seeds):
         rows = [dict(zip(("iteration", "score", "kl", "length"), values)) for values in numbers]
         greedy = [re.search(r"[\d.]+", line)[0] for line in (before, after)]
         rows = [row | {"greedy": greedy[1] if row is rows[-1] else ""} for row in rows]
-        write(
+        common.write_csv(
             results / f"tiny_{seed}.csv",
             [{"iteration": 0, "score": "", "kl": "", "length": "", "greedy": greedy[0]}, *rows],
         )
@@ -117,7 +109,7 @@ def noise(results, seeds):
                 line |= {"variance": variance, "signal": signal, "ratio": round(variance / signal, 2)}
                 found.append(line)
                 print(line, flush=True)
-    write(results / "noise.csv", found)
+    common.write_csv(results / "noise.csv", found)
 
 
 def best(results, seeds):
@@ -140,7 +132,7 @@ def best(results, seeds):
             line |= {"best": ((scores * squares).sum() / squares.sum()).item()}
             found.append({key: round(value, 4) if key in ("score", "best") else value for key, value in line.items()})
             print(found[-1], flush=True)
-    write(results / "best.csv", found)
+    common.write_csv(results / "best.csv", found)
 
 
 def kinds(results, seeds):
@@ -165,7 +157,7 @@ def kinds(results, seeds):
             line |= {"std": values.std().item(), "of 1%": (largest[: len(values) // 100].sum() / largest.sum()).item()}
             found.append({key: round(x, 5) if isinstance(x, float) else x for key, x in line.items()})
             print(found[-1], flush=True)
-    write(results / "kinds.csv", found)
+    common.write_csv(results / "kinds.csv", found)
 
 
 def score_rows(*experiments, steps=(10, 20, 40)):
@@ -182,7 +174,7 @@ def score_rows(*experiments, steps=(10, 20, 40)):
 
 def read(*place):
     """The rows of a folder's seeds."""
-    return [list(csv.DictReader(path.open())) for path in sorted(RESULTS.parent.joinpath(*place).glob("seed_*.csv"))]
+    return [common.read_csv(path) for path in sorted(RESULTS.parent.joinpath(*place).glob("seed_*.csv"))]
 
 
 def span(values, form=".1f"):
@@ -196,7 +188,7 @@ def tables():
     learns = [["sampled test score", "before", *iterations]]
     learns += score_rows(("policy gradient", "reinforce"), steps=(0, 10, 20, 40))
 
-    rows = list(csv.DictReader((RESULTS / "noise.csv").open()))
+    rows = common.read_csv(RESULTS / "noise.csv")
     variances = {(row["policy"], row["baseline"]): [] for row in rows}
     for row in rows:
         variances[row["policy"], row["baseline"]].append(float(row["variance"]))

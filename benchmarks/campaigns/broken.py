@@ -1,9 +1,9 @@
 """Bugs that are easy to write into a script like these: each replaces one function and says nothing.
 
-    python benchmarks/broken.py eos-untrained --total-iterations 8        the other flags are the script's
+    python benchmarks/campaigns/broken.py eos-untrained --total-iterations 8      the other flags are the script's
 
-None of them raises an exception. Chapter 9 shows which metric gives each one away; benchmarks/symptoms.py runs them
-all. Some would be stopped because sampler and training pass differ; here, the message is printed and the run continues.
+None of them raises an exception. Chapter 9 shows which metric gives each one away; symptoms.py runs them all. Some
+would be stopped because sampler and training pass differ; here, the message is printed and the run continues.
 """
 
 import copy
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where the scripts are
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where the scripts are
 BUGS = {}  # name: (script, what breaks it)
 
 
@@ -171,7 +171,7 @@ def go_on(algo):
 if __name__ == "__main__":
     name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if name not in BUGS:
-        sys.exit("python benchmarks/broken.py NAME [flags], NAME one of " + ", ".join(BUGS))
+        sys.exit("python benchmarks/campaigns/broken.py NAME [flags], NAME one of " + ", ".join(BUGS))
     script, break_it = BUGS[name]
     algo = importlib.import_module(script)
     go_on(algo)

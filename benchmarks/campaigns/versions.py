@@ -1,11 +1,11 @@
 """Do the scripts still compute the same numbers? Today's working tree against an earlier commit, bit for bit.
 
-    python benchmarks/versions.py                      all cases of the scripts, against version 0.3
-    python benchmarks/versions.py ppo rloo             some of them
-    python benchmarks/versions.py variants             every variant, made from each side's own script and patch
-    python benchmarks/versions.py bypass               one of them
-    python benchmarks/versions.py --rounds 9 ppo-two   seconds of an iteration as well, both sides in turns
-    python benchmarks/versions.py --rounds 9 --large ppo-two     the same with a model of 21 million parameters
+    python benchmarks/campaigns/versions.py                     all cases of the scripts, against version 0.3
+    python benchmarks/campaigns/versions.py ppo rloo            some of them
+    python benchmarks/campaigns/versions.py variants            every variant, from each side's own script and patch
+    python benchmarks/campaigns/versions.py bypass              one of them
+    python benchmarks/campaigns/versions.py --rounds 9 ppo-two  seconds of an iteration as well, both sides in turns
+    python benchmarks/campaigns/versions.py --rounds 9 --large ppo-two    with a model of 21 million parameters
 
 Each case runs for three iterations on both sides. We compare every metric that both of them log (except times and
 memory) and every character of the completions, and list the metrics that only one side has. The earlier scripts come
@@ -18,8 +18,6 @@ rollout, which is the update.
 """
 
 import argparse
-import json
-import os
 import shlex
 import shutil
 import statistics
@@ -29,13 +27,13 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-TINY = ROOT / "benchmarks" / "tiny"
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import common
+import variants
+from common import ROOT, TINY, launcher, read_lines
+
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 COMPOSED = "grpo_llm_fsdp"
-sys.path.insert(0, str(ROOT / "notes"))
-import variants  # noqa: E402
-
 VERSION = "68ab617"  # 0.3
 # Nothing is left to a version's defaults or guesses.
 COMMON = "--total-iterations 3 --eval-every 2 --eval-rows 16 --save-every 0 --track none --max-response-length 32"
@@ -114,6 +112,8 @@ ALL = CASES | variant_cases()
 TIMED = " --total-iterations 8 --eval-rows 0 --max-response-length 64"  # last, so these win
 TIMED += " --microbatch-tokens 1024 --minibatch-size 32 --batch-size {batch_size}"
 LARGE = " --total-iterations 5 --max-response-length 32 --minibatch-size 16"  # the same for 21 million parameters
+SHAPE = {"vocab_size": 420, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6}
+SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True}
 # Runs a script, and notes the processor time whenever an iteration is logged.
 RUN = """
 import os, sys, time
@@ -136,18 +136,6 @@ def make_chat_model(folder):
     shutil.copytree(TINY / "model", folder, dirs_exist_ok=True)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}answer: "
     (folder / "chat_template.jinja").write_text(template)
-
-
-def make_large_model(folder):
-    """Random weights of the embedded model's kind, 21 million of them, with its tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
-
-    set_seed(1)
-    shutil.copytree(TINY / "model", folder, dirs_exist_ok=True)
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8}
-    sizes |= {"num_key_value_heads": 8, "layer_types": ["full_attention"] * 6}
-    config = AutoConfig.from_pretrained(folder, **sizes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def compose(folder):
@@ -194,24 +182,17 @@ def command_of(case, scripts, runs, program=None, more=""):
     """The command of a case on a side. program: runs in place of the script."""
     processes = ALL[case].processes
     words = shlex.split((COMMON + ALL[case].flags + more).format(chat=scripts.parent / "chat"))
-    launcher = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_machines", "1"]
-    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    launcher += ["--num_processes", str(processes)] + ["--multi_gpu"] * (processes > 1)
-    start = launcher if processes > 1 else [sys.executable]
     program = program or scripts / f"{script_of(case)}.py"
-    return [*start, str(program), *words, "--output-dir", str(runs), "--run-name", case]
+    words += ["--output-dir", str(runs), "--run-name", case]
+    return launcher(processes, program, *words) if processes > 1 else [sys.executable, str(program), *words]
 
 
-def call(command, log):
-    """Runs a command to its end, its console in the file `log`."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    with open(log, "w") as console:
-        code = subprocess.run(command, stdout=console, stderr=subprocess.STDOUT, env=env).returncode
-    if code:
-        sys.exit(f"{shlex.join(command)}: exit code {code}\n{log.read_text()[-3000:]}")
+def call(command):
+    """Runs a command to its end, without a GPU."""
+    return common.run(command, CUDA_VISIBLE_DEVICES="")
 
 
-def run(case, scripts, runs, again):
+def train(case, scripts, runs, again):
     """Trains. Not again: only if it has not run so."""
     command = command_of(case, scripts, runs)
     done = runs / f"{case}.txt"
@@ -220,7 +201,7 @@ def run(case, scripts, runs, again):
     runs.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(runs / case, ignore_errors=True)
     done.unlink(missing_ok=True)
-    call(command, runs / f"{case}.log")
+    call(command)
     done.write_text(shlex.join(command))
 
 
@@ -235,13 +216,9 @@ def seconds_of(case, scripts, model):
         flags = TIMED.format(batch_size=batch_size)
         if model:
             flags = TIMED.format(batch_size=batch_size // 4) + LARGE + f"{DATA} --model {model} --lr 1e-4"
-        call(command_of(case, scripts, folder, program, flags), folder / "console.txt")
+        call(command_of(case, scripts, folder, program, flags))
         rows = [[float(word) for word in line.split()] for line in notes.read_text().splitlines()][2:]
     return statistics.median(row[0] for row in rows), statistics.median(row[0] - row[1] for row in rows)
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def answers_of(row, kind):
@@ -300,14 +277,14 @@ def main():
     make_chat_model(folder / "chat")
     model = folder / "large" if args.large else None
     if model:
-        make_large_model(model)
+        common.make_model(model, SHAPE)
     patches = {case for case in chosen if ALL[case].variant}
     lay_out(sides["old"], args.version, patches)
     lay_out(sides["new"], None, patches)
     failed, gone, added = False, set(), set()
     for case in chosen:
         for side, scripts in sides.items():
-            run(case, scripts, scripts / "runs", again=side == "new")
+            train(case, scripts, scripts / "runs", again=side == "new")
         both = [scripts / "runs" / case for scripts in sides.values()]
         differences, case_gone, case_added = compare(*both, ROUNDED_CASES.get(case, 0.0))
         gone |= set(case_gone)

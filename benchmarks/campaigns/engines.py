@@ -1,8 +1,8 @@
 """Compare vLLM with `generate` on this machine: benchmarks/results/engines/. You need an environment with vLLM (guide).
 
-    python benchmarks/engines.py precision     how far sampler and training pass are apart, in three precisions
-    python benchmarks/engines.py cost          rollout, hand-over of the weights and memory, at three sizes
-    python benchmarks/engines.py table         README.md of both
+    python benchmarks/campaigns/engines.py precision   how far sampler and training pass are apart, in three precisions
+    python benchmarks/campaigns/engines.py cost        rollout, hand-over of the weights and memory, at three sizes
+    python benchmarks/campaigns/engines.py table       README.md of both
 
 For `precision`, the embedded model answers its test questions at temperature 1; then the training pass computes the
 log-probs of what was sampled, in the same precision. `cost` runs iterations of grpo_llm.py and of the variant `vllm` in
@@ -10,34 +10,31 @@ turns, with random models of Qwen2's architecture; the time of the hand-over is 
 """
 
 import argparse
-import csv
-import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "engines"
-sys.path[:0] = str(ROOT), str(ROOT / "notes")
-import plot  # noqa: E402
-import variants  # noqa: E402
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import common
+import plot
+import variants
 
-import grpo_llm as algo  # noqa: E402
+import grpo_llm as algo
 
+RESULTS = common.RESULTS / "engines"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SIZES = {"0.86M": {}, "5M": {"width": 256, "layers": 5}, "50M": {"width": 640, "layers": 8}}
+SIZES = {"0.86M": None, "5M": (256, 5), "50M": (640, 8)}  # width and layers; None: the embedded model
 COST = "--batch-size 8 --group-size 8 --minibatch-size 64 --max-response-length 48 --eval-rows 0 --eval-every 0"
 COST += " --save-every 0 --total-iterations 4 --kl-loss-coef 0 --track none --dtype float32"
 
-GAPS = """Made by `python benchmarks/engines.py` on a CPU, one thread: vLLM 0.32.0 (`tests/vllm.txt`) beside `generate`.
-Logs of that environment: [the tests](test_vllm.log), [a run on two processes](two_processes.log).
+GAPS = """Made by `python benchmarks/campaigns/engines.py` on a CPU, one thread: vLLM 0.32.0 (`tests/vllm.txt`) beside
+`generate`. Logs of that environment: [the tests](test_vllm.log), [a run on two processes](two_processes.log).
 
 ## Sampler against training pass
 
@@ -93,12 +90,11 @@ def ess(weights):
 
 def precision(args):
     """A line for each sampler, precision and seed of the noise."""
-    folder = str(ROOT / "benchmarks" / "tiny" / "model")
+    folder = str(common.TINY / "model")
     model = algo.load_model(folder, AutoModelForCausalLM)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     eos_ids = algo.collect_eos_ids(model, tokenizer)
-    questions = [row["question"] for row in map(json.loads, Path(args.questions).read_text().splitlines())]
-    prompts = tokenizer(questions)["input_ids"]
+    prompts = tokenizer([row["question"] for row in common.read_lines(args.questions)])["input_ids"]
     rows = [{"input_ids": ids} for ids in prompts]
     lines = []
     for name, dtype in PRECISIONS.items():
@@ -123,46 +119,36 @@ def precision(args):
                 lines.append(line | {"ess_response": ess(gaps.double().sum(1).exp())})
                 print(lines[-1], flush=True)
         engine.llm_engine.engine_core.shutdown()
-    write(args.results / "precision.csv", lines)
+    common.write_csv(args.results / "precision.csv", lines)
 
 
 def make_model(folder, width, layers):
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "benchmarks" / "tiny" / "model")
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "vocab_size": 420}
     heads = {"num_attention_heads": width // 32, "num_key_value_heads": width // 32, "tie_word_embeddings": True}
-    config = Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes, **heads)
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    common.make_model(folder, sizes | heads)
 
 
 def measure(script, words, folder):
     """(seconds of a rollout, of a hand-over, GiB of resident memory) of a run; medians without its first."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "INFO"}
-    words = [*words, "--output-dir", folder, "--run-name", "run"]
-    log = Path(folder, "log")
-    with log.open("w") as file:
-        process = subprocess.Popen([sys.executable, script, *words], env=environment, stdout=file, stderr=file)
-        _, code, usage = os.wait4(process.pid, 0)
-    assert code == 0, log.read_text()[-3000:]
-    seconds = [float(x) for x in re.findall(r"processing weights took ([\d.]+) seconds", log.read_text())]
+    command = [sys.executable, script, *words, "--output-dir", folder, "--run-name", "run"]
+    said, peak = common.run(command, CUDA_VISIBLE_DEVICES="", VLLM_LOGGING_LEVEL="INFO")
+    seconds = [float(x) for x in re.findall(r"processing weights took ([\d.]+) seconds", said)]
     rollouts = [row["time/rollout"] for row in plot.read_run(Path(folder, "run")) if "time/rollout" in row]
-    return statistics.median(rollouts[1:]), statistics.median(seconds[1:] or [0]), usage.ru_maxrss / 2**20
+    return statistics.median(rollouts[1:]), statistics.median(seconds[1:] or [0]), peak / 2**30
 
 
 def cost(args):
     lines = []
     with tempfile.TemporaryDirectory() as top:
-        Path(top, "benchmarks").symlink_to(ROOT / "benchmarks")
-        scripts = {"generate": ROOT / "grpo_llm.py", "vllm": Path(top, "vllm_llm.py")}
+        Path(top, "benchmarks").symlink_to(common.ROOT / "benchmarks")
+        scripts = {"generate": common.ROOT / "grpo_llm.py", "vllm": Path(top, "vllm_llm.py")}
         scripts["vllm"].write_text(variants.patched("vllm"))
-        for size, options in SIZES.items():
+        for size, shape in SIZES.items():
             words = COST.split()
-            if options:
-                make_model(f"{top}/{size}", **options)
-                tiny = ROOT / "benchmarks" / "tiny"
-                words += ["--model", f"{top}/{size}", "--dataset", f"{tiny}/train.jsonl", "--prompt-suffix", ""]
-                words += ["--eval-dataset", f"{tiny}/test.jsonl"]
+            if shape:
+                make_model(f"{top}/{size}", *shape)
+                words += ["--model", f"{top}/{size}", "--dataset", f"{common.TINY}/train.jsonl", "--prompt-suffix", ""]
+                words += ["--eval-dataset", f"{common.TINY}/test.jsonl"]
             for round_number in range(1, args.rounds + 1):
                 for sampler, script in scripts.items():
                     flags = words + (["--cache-gib", "0.25"] if sampler == "vllm" else [])
@@ -171,15 +157,7 @@ def cost(args):
                     line = {"size": size, "sampler": sampler, "round": round_number, "rollout_s": round(rollout, 3)}
                     lines.append(line | {"hand_over_s": hand_over, "resident_gib": round(memory, 3)})
                     print(lines[-1], flush=True)
-    write(args.results / "cost.csv", lines)
-
-
-def write(path, lines):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, lines[0])
-        writer.writeheader()
-        writer.writerows(lines)
+    common.write_csv(args.results / "cost.csv", lines)
 
 
 def table(args):
@@ -197,7 +175,7 @@ def table(args):
         cells = list(key)
         for metric in "rollout_s", "hand_over_s", "resident_gib":
             values = [float(row[metric]) for row in rows]
-            cells.append(f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})")
+            cells.append(common.spread(values, 2, statistics.median))
         text += f"| {' | '.join(cells)} |\n"
     (args.results / "README.md").write_text(text)
     print(text)
@@ -206,16 +184,15 @@ def table(args):
 def grouped(path, *names):
     """[(values of these columns, rows that have them)], in the order of the file."""
     groups = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    for row in common.read_csv(path):
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
     return groups.items()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("precision", "cost", "table"))
-    parser.add_argument("--questions", default=str(ROOT / "benchmarks" / "tiny" / "test.jsonl"))
+    parser.add_argument("--questions", default=common.TINY / "test.jsonl", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -1,6 +1,7 @@
 """A real pretrained model learns to write sadder stories, with the KL held at a target and without (then it collapses).
 
-    LLM_RL_DATA=folder VADER_LEXICON=folder/vader/vader_lexicon.txt python benchmarks/stories.py [--seeds 1 2 3]
+    export LLM_RL_DATA=folder VADER_LEXICON=folder/vader/vader_lexicon.txt
+    python benchmarks/campaigns/stories.py [--seeds 1 2 3]
 
 The folder holds stories260K/ (a TinyStories model of 0.29M parameters: karpathy's tinyllamas in transformers' format)
 and story_prompts/story_{train,test}.parquet (openings, column prompt_text). The reward is benchmarks/rewards.py:sad.
@@ -14,21 +15,21 @@ the runs without KL, and those with a price on it, here.
 
 import argparse
 import itertools
-import json
 import os
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import common
 import learning
 import plot
 
-ROOT, RESULTS = learning.ROOT, learning.ROOT / "benchmarks" / "results" / "stories"
+RESULTS = common.RESULTS / "stories"
 SHARED = "--max-response-length 96 --minibatch-size 32 --eval-every 10 --prompt-column prompt_text"
 SHARED += " --answer-column None --microbatch-tokens 1024"
 PPO = f"ppo_llm.py {SHARED} --batch-size 128 --critic-lr 1e-3 --lam 0.95"
@@ -54,25 +55,19 @@ def distinct_bigrams(texts):
     return len(set(pairs)) / max(1, len(pairs))
 
 
-def read_rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def run_once(name, seed, data):
     """Trains, writes RESULTS/name/seed_K.csv, and returns the evaluations' completions before and after."""
     script, *flags = shlex.split(RUNS[name])
     with tempfile.TemporaryDirectory() as runs:
-        command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--multi_gpu", "--num_processes", "2"]
-        command += [*shlex.split(learning.LAUNCH), str(ROOT / script), "--seed", str(seed), *flags]
-        command += ["--model", f"{data}/stories260K", "--dataset", f"{data}/story_prompts/story_train.parquet"]
-        command += ["--eval-dataset", f"{data}/story_prompts/story_test.parquet"]
-        command += ["--reward", f"{ROOT}/benchmarks/rewards.py:sad", "--output-dir", runs, "--run-name", "run"]
+        words = ["--seed", seed, *flags, "--model", f"{data}/stories260K"]
+        words += ["--dataset", f"{data}/story_prompts/story_train.parquet"]
+        words += ["--eval-dataset", f"{data}/story_prompts/story_test.parquet"]
+        words += ["--reward", f"{common.ROOT}/benchmarks/rewards.py:sad", "--output-dir", runs, "--run-name", "run"]
         start = time.time()
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
+        common.run(common.launcher(2, common.ROOT / script, *words))
         seconds, rows = time.time() - start, plot.read_run(Path(runs) / "run")
         files = sorted((Path(runs) / "run" / "completions").glob("eval_sampled_*.jsonl"))
-        evaluations = {int(file.stem.rpartition("_")[2]): read_rows(file) for file in files}
+        evaluations = {int(file.stem.rpartition("_")[2]): common.read_lines(file) for file in files}
     for row in rows:
         if evaluation := evaluations.get(row["step"]):
             row["eval/distinct_bigrams"] = distinct_bigrams([line["response"] for line in evaluation])
@@ -84,12 +79,13 @@ def run_once(name, seed, data):
 
 
 def make_table():
-    header = ["", "seed", "reward before", "after", "sd of a story before", "rise in sd", "KL at the end"]
-    lines = [header + ["distinct bigrams before", "after", "change", "seconds"], ["---"] * 11]
+    head = ["", "seed", "reward before", "after", "sd of a story before", "rise in sd", "KL at the end"]
+    head += ["distinct bigrams before", "after", "change", "seconds"]
+    lines = []
     for name in RUNS:
         for path in sorted((RESULTS / name).glob("seed_*.csv")):
             (rows,) = plot.read_runs(path)
-            first, last = (row for row in (rows[0], rows[-1]))
+            first, last = rows[0], rows[-1]
             before, after = (row["eval/score_sampled"] for row in (first, last))
             pairs = [row["eval/distinct_bigrams"] for row in (first, last)]
             kl = statistics.mean(row["kl/mean"] for row in rows[-10:])  # of the last ten iterations
@@ -98,7 +94,7 @@ def make_table():
             change = f"{100 * (pairs[1] / pairs[0] - 1):+.0f}%"
             numbers += [f"{pairs[0]:.3f}", f"{pairs[1]:.3f}", change, f"{last['time/launch_to_exit']:.0f}"]
             lines.append([name, path.stem[5:], *numbers])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return common.markdown(head, lines)
 
 
 def show_stories(name, seed, before, after, count):

@@ -1,7 +1,7 @@
 """PPO with one advantage for a whole response, its score minus one forecast, instead of GAE (section 1.7 of the notes).
 
-    python benchmarks/learning.py one-advantage-first --script benchmarks/one_advantage.py --seeds 1 2 3
-    python benchmarks/learning.py one-advantage-last --script benchmarks/one_advantage.py --flags="--at last"
+    python benchmarks/learning.py one-advantage-first --script benchmarks/campaigns/one_advantage.py --seeds 1 2 3
+    python benchmarks/learning.py one-advantage-last --script benchmarks/campaigns/one_advantage.py --flags="--at last"
 
 --at first takes the value of the prompt, --at last the value before the last token, which has seen the answer. Only
 that value has a target: the score, less the KL penalties. So critic/explained_variance, which covers all tokens, says
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import ppo_llm
 
 

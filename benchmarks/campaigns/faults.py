@@ -1,11 +1,11 @@
 """What does a run survive? Kills, a slow process, long runs. tests/test_faults.py does some of it at small size.
 
-    python benchmarks/faults.py kills 50         kill -9 at random moments, then --resume: the same weights?
-    python benchmarks/faults.py signals 8        SIGTERM at random moments on a busy machine, then --resume
-    python benchmarks/faults.py delays 8         one process 20 seconds late at random points: the same weights?
-    python benchmarks/faults.py soak 2000        2,000 iterations with everything on: memory, speed, file handles
-    python benchmarks/faults.py disk 12          the disk is full at some moment, then larger; or read-only (as root)
-    python benchmarks/faults.py inputs 183       what users get wrong in data, models, rewards, flags, checkpoints
+    python benchmarks/campaigns/faults.py kills 50  kill -9 at random moments, then --resume: the same weights?
+    python benchmarks/campaigns/faults.py signals 8  SIGTERM at random moments on a busy machine, then --resume
+    python benchmarks/campaigns/faults.py delays 8  one process 20 seconds late at random points: the same weights?
+    python benchmarks/campaigns/faults.py soak 2000  2,000 iterations with everything on: memory, speed, file handles
+    python benchmarks/campaigns/faults.py disk 12  the disk is full at some moment, then larger; or read-only (as root)
+    python benchmarks/campaigns/faults.py inputs 183  what users get wrong in data, models, rewards, flags, checkpoints
 
 Each run has two processes on a CPU (`inputs`: one), the embedded model and small batches. The scripts take turns,
 together with the fourth one that they compose and, in `kills`, a variant that saves additional state; --scripts selects
@@ -40,11 +40,12 @@ from typing import NamedTuple
 
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "notes"))
-import variants  # noqa: E402
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import common
+import variants
+from common import ROOT
 
-RESULTS = ROOT / "benchmarks" / "results" / "faults"
+RESULTS = common.RESULTS / "faults"
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp", "grpo_llm_fsdp"
 VARIANT = "adaptive_kl"
 FLAGS = "--batch-size 8 --minibatch-size 4 --max-response-length 24 --total-iterations 12 --eval-every 3 --save-every 1"
@@ -224,7 +225,10 @@ def signals(count, folder, scripts):
         print(lines[-1], flush=True)
     for process in busy:
         process.kill()
-    text = f"`python benchmarks/faults.py signals {count}`: SIGTERM to the launcher of two processes, while two others "
+    text = (
+        f"`python benchmarks/campaigns/faults.py signals {count}`: SIGTERM to the launcher of two processes, while two "
+    )
+    text += "others "
     text += "keep the machine busy; `--save-every 0`, so the only checkpoint is the one that the signal asks for; then "
     text += "`--resume`. 'Same': weights and metrics of the undisturbed run, bit for bit.\n\n"
     text += "| script | exit code | seconds to the end | iterations done | checkpoint | same |\n"
@@ -321,7 +325,10 @@ def disk(count, folder, scripts):
         lines.append([script, f"{megabytes:.0f} of {needed / 2**20:.0f} MiB", "ended" if code else "was done"])
         lines[-1] += [cause if code else "", str(steps), ", ".join(kept), "yes" if same else "NO"]
         print(lines[-1], flush=True)
-    text = f"`python benchmarks/faults.py disk {count}`: two processes, a checkpoint every iteration, two kept; the "
+    text = (
+        f"`python benchmarks/campaigns/faults.py disk {count}`: two processes, a checkpoint every iteration, two kept; "
+    )
+    text += "the "
     text += "disk is full, the run ends; on a larger disk `--resume` continues it. 'Disk': its size, of what the "
     text += "undisturbed run leaves; while it saves there is a third checkpoint. 'Same': weights and metrics of the "
     text += "undisturbed run, bit for bit.\n\n"
@@ -1324,7 +1331,10 @@ def inputs(count, folder, scripts):
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, *zip(*enumerate(list(INPUTS)[:count]))))
     lines = [line for _, line in sorted(lines)]
-    text = f"`python benchmarks/faults.py inputs {count}`: what users get wrong, and how a run of one process says so "
+    text = (
+        f"`python benchmarks/campaigns/faults.py inputs {count}`: what users get wrong, and how a run of one process "
+    )
+    text += "says so "
     text += f"(the line that names it). {found['named']} of {len(lines)} ended before they trained on it, named the "
     text += f"cause and left the user's files as they were; {found['ran']} ran, as "
     others = "".join(f"; **{found[bad]} {bad}**" for bad in found if bad not in ("named", "ran"))

@@ -1,8 +1,9 @@
 """Do the tests notice a wrong line? Fixed operators make faults; a seeded sample of them meets the default suite.
 
-    python benchmarks/mutants.py list --count 125 --seed 1          # only shows the sample
-    python benchmarks/mutants.py run --count 125 --seed 1           # results/mutants/seed_1.csv; continues where it was
-    python benchmarks/mutants.py run --only ppo_llm.py:412:sign:0   # one of them, with the console of what killed it
+    python benchmarks/campaigns/mutants.py list --count 125 --seed 1          the sample, without a run
+    python benchmarks/campaigns/mutants.py run --count 125 --seed 1           the sample, or what is left of it
+    python benchmarks/campaigns/mutants.py run --only ppo_llm.py:412:sign:0   one, with the console of what killed it
+    python benchmarks/campaigns/mutants.py score                              how many were killed, and the survivors
 
 A mutant is one change to one code line of the three scripts or of notes/tiny_ppo.py. A line that several scripts have
 in functions of the same name (the shared functions, and what their `main`s have in common) changes in all of them at
@@ -29,8 +30,11 @@ from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "mutants"
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import common
+from common import ROOT
+
+RESULTS = common.RESULTS / "mutants"
 SCRIPTS = "ppo_llm.py", "grpo_llm.py", "ppo_llm_fsdp.py"
 TINY = "notes/tiny_ppo.py"
 FILES = *SCRIPTS, TINY

@@ -1,6 +1,6 @@
 """When does notes/variants/shared_prompt.patch pay? Forward and backward of one group, joined or row by row.
 
-    python benchmarks/shared_prompt.py [--rounds 5] [--group-size 8]
+    python benchmarks/campaigns/shared_prompt.py [--rounds 5] [--group-size 8]
 
 This uses the embedded model's shape, random tokens and one thread, and compares processor times: medians of the rounds'
 ratios. Below 1, the joined rows win: the prompt is read once instead of group-size times, but attention runs under a
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "notes")]
 import variants  # noqa: E402
 
@@ -51,7 +51,10 @@ def main():
     config = AutoConfig.from_pretrained(ROOT / "benchmarks" / "tiny" / "model", max_position_embeddings=2048)
     model = AutoModelForCausalLM.from_config(config)
     plain, joined = (algo.Policy(model, 1.0) for algo in (grpo_llm, load_variant()))
-    lines = [f"`python benchmarks/shared_prompt.py --rounds {args.rounds} --group-size {args.group_size}`", ""]
+    lines = [
+        f"`python benchmarks/campaigns/shared_prompt.py --rounds {args.rounds} --group-size {args.group_size}`",
+        "",
+    ]
     lines += ["| prompt | response | tokens read | time |", "|---|---|---|---|"]
     for prompt, response in LENGTHS:
         size = args.group_size

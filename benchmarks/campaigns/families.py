@@ -1,7 +1,7 @@
 """Which families of language models work? A tiny random model of each goes through the scripts; the result is a table.
 
-    python benchmarks/families.py make DIR [NAME ...]      only the models, as folders
-    python benchmarks/families.py run DIR [NAME ...]       makes what is missing, tries each, prints the table
+    python benchmarks/campaigns/families.py make DIR [NAME ...]      only the models, as folders
+    python benchmarks/campaigns/families.py run DIR [NAME ...]       makes what is missing, tries each, prints the table
 
 Every model is as small as its configuration allows, with at least one layer of each kind, and with norms and biases
 that are not 0 or 1. The columns, in float32 unless they say otherwise:
@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import importlib.util
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -35,8 +34,9 @@ import transformers
 from accelerate.state import AcceleratorState
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
-TINY = ROOT / "benchmarks" / "tiny"
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from common import ROOT, TINY, launcher, read_lines
+
 VOCABULARY = 420  # of the embedded model's tokenizer
 EOS = [1, *range(300, 350)]  # so many that random responses end
 
@@ -306,17 +306,15 @@ def train(folder, column, runs):
         AcceleratorState._reset_state(True)
         with contextlib.redirect_stdout(said):
             run_dir = load_script(script).main(load_script(script).Args(model=str(folder), **flags))
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run_dir / "metrics.jsonl")
     return run_dir, max(line["rollout/logprob_diff"] for line in lines if "rollout/logprob_diff" in line)
 
 
 def launch(script, flags):
     """The run folder of a launch of two processes; its last line is the error if it fails."""
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--multi_gpu", "--num_processes", "2"]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(ROOT / f"{script}.py"), *words], env=env, capture_output=True, text=True)
+    done = subprocess.run(launcher(2, ROOT / f"{script}.py", *words), env=env, capture_output=True, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "rror: " in line]
         raise RuntimeError(lines[0] if lines else done.stderr[-300:])

@@ -1,6 +1,6 @@
 """What does sharding cost and save? ppo_llm.py and ppo_llm_fsdp.py do the same work in turns on one machine.
 
-    python benchmarks/sharding.py        about half an hour on two cores; writes benchmarks/results/sharding/
+    python benchmarks/campaigns/sharding.py        about half an hour on two cores; writes benchmarks/results/sharding/
 
 Memory is measured with a model of 50 million random weights on 2 and 4 processes: all tensors that a process holds
 right after an optimizer step (parameters, gradients, optimizer state of all models), and the largest size the process
@@ -15,24 +15,27 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import phases
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import common
+import phases
+
 COLLECTIVES = "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"
 COLLECTIVES += "all_reduce", "all_gather", "broadcast", "scatter"
 WAYS = {"replicated": ("ppo_llm", []), "gathered": ("ppo_llm_fsdp", ["--rollout-params", "gathered"])}
 WAYS |= {"sharded": ("ppo_llm_fsdp", ["--rollout-params", "sharded"])}
+WIDE = {"vocab_size": 420, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 512}
 PHASES = "rollout", "logprobs", "values", "actor", "critic", "iteration"
 
 
@@ -51,7 +54,7 @@ def largest_size():
 
 def worker(script, output, flags):
     """One rank: runs the script with timers around the collectives and writes what it found to output-RANK.json."""
-    spec = importlib.util.spec_from_file_location(script, ROOT / f"{script}.py")
+    spec = importlib.util.spec_from_file_location(script, common.ROOT / f"{script}.py")
     algo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(algo)
     spent, seconds, sizes, log = [0.0], [], [], Accelerator.log
@@ -82,8 +85,8 @@ def worker(script, output, flags):
         register_optimizer_step_post_hook(lambda *_: sizes.append(live_bytes()))
     sys.argv[1:] = flags
     run_dir = algo.main(algo.parse_args())
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    found = {"communication": seconds, "bytes": max(sizes, default=0), "largest": largest_size(), "rows": rows}
+    found = {"communication": seconds, "bytes": max(sizes, default=0), "largest": largest_size()}
+    found["rows"] = common.read_lines(run_dir / "metrics.jsonl")
     Path(f"{output}-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
@@ -91,33 +94,12 @@ def launch(folder, way, num_processes, flags):
     """Runs one way to do the work: the list of what its ranks found."""
     script, own = WAYS[way]
     name = f"{way}-{num_processes}-{len(list(folder.iterdir()))}"
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--multi_gpu", "--num_machines", "1"]
-    command += ["--num_processes", str(num_processes), "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += ["--main_process_port", "0", str(Path(__file__).resolve()), "--worker", script, str(folder / name)]
-    command += ["--", *flags, *own, "--eval-every", "0", "--output-dir", str(folder), "--run-name", name]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    if "--memory" in flags:  # what is freed goes back to the system: slow, but the size of a process is what it needs
-        env["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)}\n{done.stdout[-3000:]}")
+    words = ["--worker", script, folder / name, "--", *flags, *own, "--eval-every", "0"]
+    words += ["--output-dir", folder, "--run-name", name]
+    # What is freed goes back to the system: slow, but the size of a process is what it needs.
+    env = {"MALLOC_MMAP_THRESHOLD_": "65536"} if "--memory" in flags else {}
+    common.run(common.launcher(num_processes, Path(__file__).resolve(), *words), **env)
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(num_processes)]
-
-
-def make_wide_model(folder):
-    """50 million random weights with the embedded model's tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
-
-    source = ROOT / "benchmarks" / "tiny" / "model"
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
-    small = AutoConfig.from_pretrained(source)
-    ids = {name: getattr(small, name) for name in ("vocab_size", "eos_token_id", "pad_token_id", "bos_token_id")}
-    config = Qwen2Config(**sizes, **ids, num_key_value_heads=8, max_position_embeddings=512)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    return model.num_parameters()
 
 
 def median(runs, name):
@@ -140,27 +122,28 @@ def compare_times(folder, flags, repetitions):
     for _ in range(repetitions):
         for way in WAYS:
             runs[way].append(launch(folder, way, 2, flags))
-    lines = ["| | " + " | ".join(PHASES) + " | communication |", "|" + " --- |" * (len(PHASES) + 2)]
+    lines = []
     for way in WAYS:
         cells = []
         for phase in PHASES:
             seconds = median(runs[way], phase)
             ratio = "" if way == "replicated" else f" ({seconds / median(runs['replicated'], phase):.2f}x)"
             cells.append(f"{seconds:.2f} s{ratio}")
-        lines.append(f"| {way} | {' | '.join(cells)} | {communication(runs[way]):.0%} |")
-    return "\n".join(lines)
+        lines.append([way, *cells, f"{communication(runs[way]):.0%}"])
+    return common.markdown(["", *PHASES, "communication"], lines)
 
 
-def compare_memory(folder, flags, size):
+def compare_memory(folder, flags):
     """Table of the bytes per process."""
-    lines = ["| | processes | model state, MiB | of replicated | largest size, MiB |", "|" + " --- |" * 5]
+    lines = []
     replicated = None
     for way, num_processes in (("replicated", 2), ("gathered", 2), ("gathered", 4)):
         ranks = launch(folder, way, num_processes, [*flags, "--memory"])
         held, largest = (max(rank[name] for rank in ranks) / 2**20 for name in ("bytes", "largest"))
         replicated = replicated or held
-        lines.append(f"| {way} | {num_processes} | {held:.0f} | {held / replicated:.3f} | {largest:.0f} |")
-    return f"{size:,} parameters per model.\n\n" + "\n".join(lines)
+        lines.append([way, num_processes, f"{held:.0f}", f"{held / replicated:.3f}", f"{largest:.0f}"])
+    head = ["", "processes", "model state, MiB", "of replicated", "largest size, MiB"]
+    return common.markdown(head, lines)
 
 
 def main():
@@ -171,26 +154,25 @@ def main():
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=4)
     args = parser.parse_args()
-    results = ROOT / "benchmarks" / "results" / "sharding"
+    results = common.RESULTS / "sharding"
     results.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        size = make_wide_model(folder / "wide")
+        size = f"{common.make_model(folder / 'wide', WIDE):,} parameters"
         steps = ["--total-iterations", str(args.iterations)]
         wide = ["--model", str(folder / "wide"), "--batch-size", "16", "--minibatch-size", "16"]
         wide += ["--max-response-length", "16", "--lr", "1e-6", "--critic-lr", "1e-6"]
-        rows = (ROOT / "benchmarks" / "tiny" / "test.jsonl").read_text().splitlines(keepends=True)
-        (folder / "eval.jsonl").write_text("".join(rows[:8]))
-        wide += ["--dataset", str(ROOT / "benchmarks" / "tiny" / "train.jsonl")]
-        wide += ["--eval-dataset", str(folder / "eval.jsonl"), "--prompt-suffix", ""]  # the prompts as they are
-        memory = compare_memory(folder, [*wide, "--total-iterations", "1"], size)
+        common.write_lines(folder / "eval.jsonl", common.read_lines(common.TINY / "test.jsonl")[:8])
+        wide += ["--dataset", str(common.TINY / "train.jsonl"), "--eval-dataset", str(folder / "eval.jsonl")]
+        wide += ["--prompt-suffix", ""]  # the prompts as they are
+        memory = compare_memory(folder, [*wide, "--total-iterations", "1"])
         print(memory)
         default = compare_times(folder, steps, args.repetitions)
         print(default)
         larger = compare_times(folder, [*wide, "--microbatch-tokens", "1024", *steps], args.repetitions)
         print(larger)
-    header = f"Memory per process, {memory}\n\nEmbedded task, two processes:\n\n{default}\n\n"
-    (results / "table.md").write_text(f"{header}The model of {size:,} parameters, two processes:\n\n{larger}\n")
+    text = f"Memory per process, {size} per model.\n\n{memory}\n\nEmbedded task, two processes:\n\n{default}"
+    (results / "table.md").write_text(f"{text}\n\nThe model of {size}, two processes:\n\n{larger}\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+"""What the other files share: where things are, how a program is launched, how results are read and written.
+
+Files in campaigns/ put the folder of this one on the path; this one adds those of the scripts and of variants.py.
+"""
+
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TINY = ROOT / "benchmarks" / "tiny"
+LAUNCH = "--num_machines 1 --mixed_precision no --dynamo_backend no"
+sys.path += str(ROOT), str(ROOT / "notes")
+
+
+def launcher(processes, *command, python=sys.executable):
+    """The words that start this command, a Python file and its flags, in so many processes."""
+    words = [Path(python).with_name("accelerate"), "launch"]
+    words += ["--multi_gpu"] if processes > 1 else []
+    words += ["--num_processes", processes, *LAUNCH.split(), "--main_process_port", "0", *command]
+    return [str(word) for word in words]
+
+
+def run(words, **environment):
+    """Runs a command to its end, each process on one thread: (what it printed, bytes of its largest process).
+
+    If it fails, so does this program, with the last of what it printed.
+    """
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | environment
+    with tempfile.TemporaryFile("w+") as console:
+        process = subprocess.Popen([str(word) for word in words], stdout=console, stderr=subprocess.STDOUT, env=env)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        console.seek(0)
+        said = console.read()
+    if process.returncode:
+        sys.exit(f"{' '.join(process.args)}: exit code {process.returncode}\n{said[-6000:]}")
+    return said, 1024 * usage.ru_maxrss
+
+
+def make_model(folder, shape):
+    """Random weights, in bfloat16 on the disk, with the tokenizer of the embedded model: the number of parameters."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
+    torch.manual_seed(0)
+    config = Qwen2Config(**shape, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def read_lines(path):
+    """The rows of a .jsonl file."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def write_lines(path, rows):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_csv(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_csv(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def markdown(head, lines):
+    """A table; cells may be numbers."""
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (head, ["---"] * len(head), *lines))
+
+
+def spread(values, digits=3, middle=statistics.mean):
+    """The mean, or another middle, with the lowest and the highest in brackets where they differ."""
+    found = [f"{number(values):,.{digits}f}" for number in (middle, min, max)]
+    return found[0] if len(set(found)) == 1 else f"{found[0]} ({found[1]}-{found[2]})"
