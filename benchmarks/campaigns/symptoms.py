@@ -1,20 +1,25 @@
-"""Produce what chapter 9 explains: runs that are broken on purpose, and which metric gives each away, and when.
+"""Which metric gives which mistake away, and when? Runs that are broken on purpose, which chapter 9 explains.
 
     python benchmarks/campaigns/symptoms.py                   all that don't exist yet, two at a time
     python benchmarks/campaigns/symptoms.py one-step nan      only these
     python benchmarks/campaigns/symptoms.py table             compares them with five healthy seeds
+    python benchmarks/campaigns/symptoms.py bug eos-untrained --total-iterations 8      one bug; flags are the script's
 
-Each run is one command on the embedded default with one process: flags that break a run, or a bug from broken.py.
+Each run is one command on the embedded default with one process: flags that break a run, or a bug that is easy to write
+into a script, which replaces one function and says nothing. No bug raises an exception. Some would be stopped because
+sampler and training pass differ; here, the message is printed and the run continues.
+
 benchmarks/results/symptoms/ gets NAME.csv (the metrics, four significant digits), NAME.txt (the last line that the run
-printed when it stopped by itself, or the error that broken.py let pass) and, with `table`, table.md.
-notes/figures/09.py draws them; a test checks that the chapter has these commands.
+printed when it stopped by itself, or the error that was let pass) and, with `table`, table.md. notes/figures/09.py
+draws them; a test checks that the chapter has these commands.
 
 kl-negative and entropy-rises were made with version 0.2 (commit c9bdd21), whose scripts had --top-p. It is a variant
 now, so their files stay as they are, and you cannot run them here.
 """
 
 import argparse
-import csv
+import copy
+import importlib
 import math
 import os
 import re
@@ -26,11 +31,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-import broken
 import plot
-from common import RESULTS, ROOT
+import torch
+from common import RESULTS, ROOT, read_csv
 from learning import write_compact
 
+OURS = "benchmarks/campaigns/symptoms.py bug"
 SYMPTOMS = {
     "wrong-column": "grpo_llm.py --reward benchmarks/rewards.py:exact --answer-column question --total-iterations 8",
     "cut-answers": "ppo_llm.py --max-response-length 12 --total-iterations 8",
@@ -44,14 +50,14 @@ SYMPTOMS = {
     "entropy-low": "grpo_llm.py --temperature 0.3 --total-iterations 20",
     "entropy-rises": "ppo_llm.py --top-p 0.6 --entropy-coef 1 --total-iterations 8",
     "four-epochs": "ppo_llm.py --ppo-epochs 4 --total-iterations 8",
-    "no-ratio": "benchmarks/campaigns/broken.py no-ratio --ppo-epochs 4 --total-iterations 8",
+    "no-ratio": f"{OURS} no-ratio --ppo-epochs 4 --total-iterations 8",
     "memory-rollout": "ppo_llm.py --batch-size 4096 --rollout-batch-size 4096 --total-iterations 1 --eval-every 0",
     "memory-held": "ppo_llm.py --batch-size 4096 --rollout-batch-size 128 --total-iterations 1 --eval-every 0",
     "rollout-slow": "ppo_llm.py --rollout-batch-size 4 --total-iterations 3",
 }
-BUGS = "logprobs-late sampler-colder sampler-stale dropout-on eos-missing eos-untrained score-misplaced values-late"
-BUGS = f"{BUGS} padding-whitened sign-flipped reference-moves groups-mixed".split()
-SYMPTOMS |= {name: f"benchmarks/campaigns/broken.py {name} --total-iterations 8" for name in BUGS}
+BUGS_RUN = "logprobs-late sampler-colder sampler-stale dropout-on eos-missing eos-untrained score-misplaced"
+BUGS_RUN = f"{BUGS_RUN} values-late padding-whitened sign-flipped reference-moves groups-mixed".split()
+SYMPTOMS |= {name: f"{OURS} {name} --total-iterations 8" for name in BUGS_RUN}
 # A healthy one that the bands have not seen: what it trips is a false alarm.
 SYMPTOMS["ppo-seed-6"] = "ppo_llm.py --seed 6 --total-iterations 8"
 OLD = "kl-negative", "entropy-rises"  # as they were run with version 0.2
@@ -81,6 +87,173 @@ def produce(name, results):
     return code
 
 
+# ------------------------------------------------------------------------------------------------------------ the bugs
+
+BUGS = {}  # name: (script, what breaks it)
+
+
+def bug(script):
+    def register(function):
+        BUGS[function.__name__.replace("_", "-")] = script, function
+        return function
+
+    return register
+
+
+@bug("ppo_llm")
+def logprobs_late(algo):
+    """Log-probs are read one position too late: action i gets that of the token after it."""
+    forward = algo.Policy.forward
+    algo.Policy.forward = lambda self, tokens, mask: tuple(
+        x.roll(-1, 1) for x in forward(self, tokens, mask.roll(1, 1))
+    )
+
+
+@bug("ppo_llm")
+def sampler_colder(algo):
+    """The sampler is at temperature 0.7, for example from a generation_config that no log-prob knows."""
+    sample = algo.sample_tokens
+    algo.sample_tokens = lambda logits, u, temperature, *rest: sample(logits, u, 0.7 * temperature, *rest)
+
+
+@bug("ppo_llm")
+def sampler_stale(algo):
+    """The sampler is a copy of the policy that never gets the new weights."""
+    generate, copies = algo.generate, []
+
+    def stale(model, *rest):
+        if not copies:
+            copies.append(copy.deepcopy(model))
+        return generate(copies[0], *rest)
+
+    algo.generate = stale
+
+
+@bug("ppo_llm")
+def dropout_on(algo):
+    """Dropout of 0.1 in the attention: the checkpoint's config has it, and all models are in train mode."""
+    load_model = algo.load_model
+
+    def load(*args, **options):
+        model = load_model(*args, **options)
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.1
+        return model
+
+    algo.load_model = load
+
+
+@bug("ppo_llm")
+def eos_missing(algo):
+    """The EOS that the model writes does not end the sampling."""
+    algo.collect_eos_ids = lambda model, tokenizer: [tokenizer.pad_token_id]
+
+
+@bug("ppo_llm")
+def eos_untrained(algo):
+    """The mask ends before the EOS, as it does if the EOS is the padding token and all padding is masked."""
+    to_batch = algo.to_batch
+
+    def batch(rows, responses, device):
+        tokens, mask, logprobs, lengths = to_batch(rows, responses, device)
+        for b, response in enumerate(responses):
+            if not response.truncated:
+                mask[b, lengths[b] - 2] = False  # the state whose action is the last token
+        return tokens, mask, torch.where(mask, logprobs, 0), lengths
+
+    algo.to_batch = batch
+
+
+@bug("ppo_llm")
+def score_misplaced(algo):
+    """The score is in the last column, which is the last token of the longest row only."""
+
+    def place_scores(scores, mask):
+        rewards = torch.zeros_like(mask, dtype=torch.float32)
+        rewards[:, mask.any(0).nonzero().max()] = scores
+        return rewards
+
+    algo.place_scores = place_scores
+
+
+@bug("ppo_llm")
+def values_late(algo):
+    """Values are read one position too late: the critic has already seen the action."""
+    forward = algo.Critic.forward
+    algo.Critic.forward = lambda self, tokens, mask: forward(self, tokens, mask.roll(1, 1)).roll(-1, 1)
+
+
+@bug("ppo_llm")
+def padding_whitened(algo):
+    """Advantages are whitened over prompt and padding, too."""
+    whiten = algo.masked_whiten
+    algo.masked_whiten = lambda x, mask: torch.where(mask, whiten(x, torch.ones_like(mask)), 0)
+
+
+@bug("ppo_llm")
+def sign_flipped(algo):
+    """The sign of the advantage is wrong."""
+    loss = algo.policy_loss
+    algo.policy_loss = lambda logprobs, old, advantages, *clips: loss(logprobs, old, -advantages, *clips)
+
+
+@bug("ppo_llm")
+def reference_moves(algo):
+    """The reference is the policy itself: no copy was made."""
+    load_model, models = algo.load_model, {}
+
+    def load(name, auto_class, *rest, **options):
+        if auto_class not in models:
+            model = load_model(name, auto_class, *rest, **options)
+            model.requires_grad_ = lambda _: model  # otherwise the policy would be frozen, too
+            models[auto_class] = model
+        return models[auto_class]
+
+    algo.load_model = load
+
+
+@bug("ppo_llm")
+def no_ratio(algo):
+    """No ratio and no clip: the plain policy gradient, from samples that become older with every step."""
+    algo.policy_loss = lambda logprobs, old, advantages, *clips: (-advantages * logprobs, advantages > torch.inf)
+
+
+@bug("grpo_llm")
+def groups_mixed(algo):
+    """Groups are made of the answers to other prompts: rows lie prompt by prompt, not round by round."""
+    group_advantages = algo.group_advantages
+
+    def mixed(scores, size, estimator):
+        rounds = scores.view(size, -1).T.flatten()
+        return group_advantages(rounds, size, estimator).view(-1, size).T.flatten()
+
+    algo.group_advantages = mixed
+
+
+def go_on(algo):
+    """The refusal of a sampler that differs from the training pass is printed, and the run goes on."""
+    fail = algo.fail
+
+    def say(sentence):
+        if "differ by" not in sentence:
+            fail(sentence)
+        print(f"error: {sentence}", file=sys.stderr)
+
+    algo.fail = say
+
+
+def run_bug(name, flags):
+    script, break_it = BUGS[name]
+    algo = importlib.import_module(script)
+    go_on(algo)
+    break_it(algo)
+    sys.argv[1:] = flags
+    algo.main(algo.parse_args())
+
+
+# ----------------------------------------------------------------------------------------------------------- the table
+
 # The band of a metric in iteration t: the range of five healthy seeds over t-2 ... t+2, half as wide again on either
 # side. A run has left it when it is outside, on the same side, in two iterations one after the other, or exactly 0 in
 # both where no healthy run is. The first of the two counts.
@@ -93,8 +266,7 @@ NOT_COMPARED = {"nan", "memory-rollout", "memory-held", "rollout-slow"}  # too f
 
 def read_metrics(path):
     """{metric: {iteration: value}} of a csv; no evaluations, times and constants."""
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(path)
     names = [x for x in rows[0] if "/" in x and not re.match("time|throughput|memory|eval|.*/(lr|coef)$", x)]
     return {x: {int(row["step"]): float(row[x]) for row in rows if row[x] and row["step"] != "0"} for x in names}
 
@@ -121,9 +293,10 @@ def leaves(run, seeds, metric, last=math.inf):
 
 def script_and_flags(name):
     """(script, bug or None, flags without the number of iterations) of a symptom."""
-    script, *flags = shlex.split(SYMPTOMS[name])
-    bug = flags.pop(0) if "broken" in script else None
-    return broken.BUGS[bug][0] if bug else Path(script).stem, bug, flags[: flags.index("--total-iterations")]
+    command = SYMPTOMS[name]
+    script, *flags = shlex.split(command.removeprefix(OURS))
+    flags = flags[: flags.index("--total-iterations")]
+    return (BUGS[script][0], script, flags) if command.startswith(OURS) else (Path(script).stem, None, flags)
 
 
 def compare(results):
@@ -153,7 +326,7 @@ def make_table(results):
     lines = [["broken run", *(f"`{head}`" for head in heads)], ["---"] * (1 + len(heads))]
     for name, outs in found.items():
         _, bug, flags = script_and_flags(name)
-        words = [re.split(r"[:,]|\.(?!\d)", broken.BUGS[bug][1].__doc__)[0]] if bug else []
+        words = [re.split(r"[:,]|\.(?!\d)", BUGS[bug][1].__doc__)[0]] if bug else []
         cells = {metric: "↓↑"[side > 0] + str(first) for metric, (first, side) in outs.items()}
         label = f"**{name}** " + ", ".join(words + [f"`{shlex.join(flags)}`"] * bool(flags))
         lines.append([label, *(cells.get(metric, "") for metric in COLUMNS)])
@@ -161,6 +334,10 @@ def make_table(results):
 
 
 def main():
+    if sys.argv[1:2] == ["bug"]:
+        if sys.argv[2:3] == [] or sys.argv[2] not in BUGS:
+            sys.exit(f"python {OURS} NAME [flags], NAME one of {', '.join(BUGS)}")
+        return run_bug(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="table, or some of " + ", ".join(SYMPTOMS))
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of symptoms/, and of the bands' runs")
