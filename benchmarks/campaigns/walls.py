@@ -1,12 +1,21 @@
-"""Measurements for chapters 1 and 4, with notes/tiny_ppo.py: benchmarks/results/walls/.
+"""Measurements behind single claims of the notes: results/walls/, results/speed/shared_prompt.md, and a script.
 
     python benchmarks/campaigns/walls.py tiny       three seeds of tiny_ppo.py, 40 iterations each
     python benchmarks/campaigns/walls.py noise      the noise of the gradient with a baseline and without
     python benchmarks/campaigns/walls.py best       which baseline would leave the least noise
     python benchmarks/campaigns/walls.py kinds      the estimates of the KL after 40 iterations: mean and spread
     python benchmarks/campaigns/walls.py tables     print the tables of results in chapter 1, which a test compares
+    python benchmarks/campaigns/walls.py shared     when does notes/variants/shared_prompt.patch pay?
 
-The chapter's learning curves are experiments of variant_runs.py.
+The learning curves of chapter 1 are experiments of variant_runs.py. One of its tables needs PPO with one advantage for
+a whole response, its score minus one forecast, instead of GAE (section 1.7). For that, this file is a script:
+
+    python benchmarks/learning.py one-advantage-first --script benchmarks/campaigns/walls.py --flags="--at first"
+    python benchmarks/learning.py one-advantage-last --script benchmarks/campaigns/walls.py --flags="--at last"
+
+`first` takes the value of the prompt, `last` the value before the last token, which has seen the answer. Only that
+value has a target: the score, less the KL penalties. So critic/explained_variance, which covers all tokens, says
+nothing here. Everything else, including the flags, is that of ppo_llm.py.
 """
 
 import argparse
@@ -15,16 +24,21 @@ import io
 import re
 import statistics
 import sys
+import tempfile
+import time
 from pathlib import Path
 from unittest import mock
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import common
 import tiny_ppo
+import variants
 
-from ppo_llm import kl_penalty
+import grpo_llm
+import ppo_llm
 
 RESULTS = common.RESULTS / "walls"
 
@@ -151,13 +165,81 @@ def kinds(results, seeds):
                 parts = [tiny_ppo.log_probs(model, part) for part in tokens.split(128)]
                 logprobs.append(torch.cat(parts)[mask].double())
         for kind in "k1", "k3", "k2":
-            values = kl_penalty(*logprobs, kind)
+            values = ppo_llm.kl_penalty(*logprobs, kind)
             largest = values.square().sort(descending=True).values
             line = {"seed": seed, "kind": kind, "tokens": len(values), "mean": values.mean().item()}
             line |= {"std": values.std().item(), "of 1%": (largest[: len(values) // 100].sum() / largest.sum()).item()}
             found.append({key: round(x, 5) if isinstance(x, float) else x for key, x in line.items()})
             print(found[-1], flush=True)
     common.write_csv(results / "kinds.csv", found)
+
+
+# ------------------------------------------------------------------------------------------------------ a shared prompt
+
+
+LENGTHS = [(32, 32), (128, 32), (512, 32), (32, 128), (128, 128), (512, 128), (128, 512), (512, 512)]
+
+
+def load_variant():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "shared_prompt_llm.py").write_text(variants.patched("shared_prompt"))
+        sys.path.insert(0, folder)
+        import shared_prompt_llm
+    return shared_prompt_llm
+
+
+def seconds(policy, tokens, mask):
+    start = time.process_time()
+    logprobs, _ = policy(tokens, mask)
+    logprobs.sum().backward()
+    return time.process_time() - start
+
+
+def shared(rounds, size):
+    """Forward and backward of one group of this size, joined or row by row.
+
+    With the embedded model's shape, random tokens and one thread; processor times: medians of the rounds' ratios. Below
+    1, the joined rows win: the prompt is read once instead of once for each response, but attention runs under a dense
+    mask over the whole row.
+    """
+    config = AutoConfig.from_pretrained(common.TINY / "model", max_position_embeddings=2048)
+    model = AutoModelForCausalLM.from_config(config)
+    plain, joined = (algo.Policy(model, 1.0) for algo in (grpo_llm, load_variant()))
+    lines = []
+    for prompt, response in LENGTHS:
+        tokens = torch.randint(3, config.vocab_size, (size, prompt + response))
+        tokens[:, :prompt] = tokens[0, :prompt]
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
+        mask[:, prompt - 1 : -1] = True
+        seconds(plain, tokens, mask), seconds(joined, tokens, mask)
+        ratios = [seconds(joined, tokens, mask) / seconds(plain, tokens, mask) for _ in range(rounds)]
+        read = (prompt + size * response) / (size * (prompt + response))
+        lines.append([prompt, response, f"{read:.2f}x", f"{statistics.median(ratios):.2f}x"])
+        print(*lines[-1], flush=True)
+    command = f"`python benchmarks/campaigns/walls.py shared --rounds {rounds} --group-size {size}`"
+    table = common.markdown(["prompt", "response", "tokens read", "time"], lines)
+    (common.RESULTS / "speed" / "shared_prompt.md").write_text(f"{command}\n\n{table}\n")
+
+
+# ------------------------------------------------------------------------------------------ one advantage per response
+
+
+def one_per_response(rewards, values, mask, at):
+    """In place of `gae`: (advantages, returns), (B,T), not whitened, 0 if masked; only one value per row is trained."""
+    total = torch.where(mask, rewards, 0).sum(1, keepdim=True)  # (B,1)
+    place = mask.cumsum(1).argmax(1, keepdim=True) if at == "last" else mask.int().argmax(1, keepdim=True)
+    trained = torch.arange(mask.shape[1], device=mask.device) == place  # (B,T)
+    returns = torch.where(trained, total, values)  # the others are to stay as they were
+    return torch.where(mask, total - values.gather(1, place), 0), torch.where(mask, returns, 0)
+
+
+def train_with_one(at, flags):
+    ppo_llm.gae = lambda rewards, values, mask, gamma, lam: one_per_response(rewards, values, mask, at)
+    sys.argv[1:] = flags
+    ppo_llm.main(ppo_llm.parse_args())
+
+
+# ---------------------------------------------------------------------------------------------- the tables of chapter 1
 
 
 def score_rows(*experiments, steps=(10, 20, 40)):
@@ -254,16 +336,25 @@ def tables():
 
 
 def main():
+    script = argparse.ArgumentParser(add_help=False)
+    script.add_argument("--at", choices=["first", "last"])
+    own, flags = script.parse_known_args()
+    if own.at:
+        return train_with_one(own.at, flags)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tiny", "noise", "best", "kinds", "tables"])
+    parser.add_argument("what", choices=["tiny", "noise", "best", "kinds", "tables", "shared"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--rounds", type=int, default=5, help="of `shared`")
+    parser.add_argument("--group-size", type=int, default=8, help="of `shared`")
     args = parser.parse_args()
+    torch.set_num_threads(1)
     if args.what == "tables":
         print("\n".join(tables()))
-        return
-    torch.set_num_threads(1)
-    {"tiny": tiny, "noise": noise, "best": best, "kinds": kinds}[args.what](args.results, args.seeds)
+    elif args.what == "shared":
+        shared(args.rounds, args.group_size)
+    else:
+        {"tiny": tiny, "noise": noise, "best": best, "kinds": kinds}[args.what](args.results, args.seeds)
 
 
 if __name__ == "__main__":
