@@ -35,13 +35,13 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "notes"))
-import phases  # noqa: E402
-import variants  # noqa: E402
+import common
+import phases
+import torch
+import variants
+from common import ROOT, TINY, launcher, read_lines
 
-RESULTS = ROOT / "benchmarks" / "results" / "speed"
-LAUNCH = "--num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
+RESULTS = common.RESULTS / "speed"
 BETA, LR = 0.001, 1e-5  # nothing should be learned: the work has to stay the same
 
 # Prompts and responses of an iteration, longest response, prompt length (None: as they are), optimizer steps.
@@ -92,22 +92,11 @@ UNDONE = {
 }
 
 
-def read_lines(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
 def make_model(folder, size):
     """The folder of a model: the embedded one, or random weights with its tokenizer."""
     if size == "tiny":
-        return ROOT / "benchmarks" / "tiny" / "model"
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
-
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "benchmarks" / "tiny" / "model")
-    torch.manual_seed(0)
-    config = Qwen2Config(**SHAPES[size], eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / size)
-    tokenizer.save_pretrained(folder / size)
+        return TINY / "model"
+    common.make_model(folder / size, SHAPES[size])
     return folder / size
 
 
@@ -116,8 +105,8 @@ def make_rows(size):
     from transformers import AutoTokenizer
 
     length = SIZES[size]["prompt_length"]
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "benchmarks" / "tiny" / "model")
-    rows = read_lines(ROOT / "benchmarks" / "tiny" / "train.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
+    rows = read_lines(TINY / "train.jsonl")
     if length is not None:
         parts = [" ".join(row["question"] for row in rows[i : i + 12]) for i in range(0, len(rows) // 8, 12)]
         cut = [tokenizer.decode(tokenizer(part)["input_ids"][:length]) for part in parts]
@@ -131,26 +120,21 @@ def make_rows(size):
 
 
 def launch(python, processes, *command):
-    """Runs it to the end: bytes of the largest process. OMP_NUM_THREADS is 1: a process is a core."""
-    several = ["--multi_gpu"] if processes > 1 else []
-    words = [str(Path(python).with_name("accelerate")), "launch", *several, "--num_processes", str(processes)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with tempfile.TemporaryFile("w+") as console:
-        words += [*LAUNCH.split(), *map(str, command)]
-        run = subprocess.Popen(words, stdout=console, stderr=subprocess.STDOUT, env=env)
-        _, status, usage = os.wait4(run.pid, 0)
-        run.returncode = os.waitstatus_to_exitcode(status)
-        if run.returncode:
-            console.seek(0)
-            sys.exit(f"{' '.join(map(str, command))}\n{console.read()[-6000:]}")
-    return 1024 * usage.ru_maxrss
+    """Runs it to the end: bytes of the largest process. A process is a core."""
+    _, peak = common.run(launcher(processes, *command, python=python), HF_HUB_OFFLINE="1")
+    return peak
+
+
+def run_lines(*command):
+    """What a Python program prints as JSON."""
+    said, _ = common.run([sys.executable, *command])
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 def count_prompt_tokens(task, step):
     """Of an iteration, all responses together."""
     import transformers
 
-    sys.path.insert(0, str(ROOT))
     from ppo_llm import draw_prompts
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(task["model"])
@@ -161,8 +145,8 @@ def count_prompt_tokens(task, step):
 def our_flags(script, flags, task, folder, name):
     """Those of a run `name` in the folder, as a list."""
     if not (folder / "rows.jsonl").exists():
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task["rows"]))
-        (folder / "one.jsonl").write_text(json.dumps(task["rows"][0]) + "\n")
+        common.write_lines(folder / "rows.jsonl", task["rows"])
+        common.write_lines(folder / "one.jsonl", task["rows"][:1])
     minibatch_size = task["prompts"] * task["group_size"] // task["steps"]
     words = f"--model {task['model']} --dataset {folder}/rows.jsonl --eval-dataset {folder}/one.jsonl"
     words += f" --prompt-column prompt --answer-column answer --reward {ROOT}/benchmarks/rewards.py:exact"
@@ -365,13 +349,8 @@ def rollout(args):
             count = size["prompts"] * size["group_size"] // group_size
             task = {"model": str(model), "prompts": prompts[:count], "group_size": group_size}
             task |= {"length": size["length"], "rounds": args.rounds, "only": args.only}
-            command = [sys.executable, str(folder / "rollout.py"), json.dumps(task)]
-            run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            for line in run.stdout.splitlines():
-                if line.startswith("{"):
-                    record("rollout", size=args.size, group_size=group_size, **json.loads(line))
-            if run.returncode:
-                sys.exit(run.stderr[-3000:])
+            for line in run_lines(folder / "rollout.py", json.dumps(task)):
+                record("rollout", size=args.size, group_size=group_size, **line)
 
 
 MEMORY = """
@@ -410,17 +389,11 @@ torch.save({{name: p.grad for name, p in policy.named_parameters()}}, sys.argv[2
 
 def memory(args):
     """Of forward and backward, above weights and gradients."""
-    import torch
-
     with tempfile.TemporaryDirectory() as temporary:
         folder, peaks = Path(temporary), {}
         (folder / "memory.py").write_text(MEMORY.format(root=str(ROOT)))
         for kind in ("ours", "full"):
-            command = [sys.executable, str(folder / "memory.py"), kind, str(folder / kind)]
-            run = subprocess.run(command, capture_output=True, text=True)
-            if run.returncode:
-                sys.exit(run.stderr[-3000:])
-            peaks[kind] = json.loads(run.stdout.splitlines()[-1])["peak"]
+            peaks[kind] = run_lines(folder / "memory.py", kind, folder / kind)[-1]["peak"]
         ours, full = (torch.load(folder / kind, weights_only=True) for kind in ("ours", "full"))
         difference = max((ours[name] - full[name]).abs().max().item() for name in ours)
         largest = max(grad.abs().max().item() for grad in full.values())
@@ -465,8 +438,7 @@ def start(args):
     for script in ("ppo_llm", "grpo_llm", "ppo_llm_fsdp"):
         for number in range(args.rounds):
             with tempfile.TemporaryDirectory() as folder:
-                words = [str(Path(sys.executable).with_name("accelerate")), "launch", "--multi_gpu", "--num_processes"]
-                words += ["2", *LAUNCH.split(), str(ROOT / f"{script}.py"), "--output-dir", folder]
+                words = launcher(2, ROOT / f"{script}.py", "--output-dir", folder)
                 begin = time.perf_counter()
                 env = os.environ | {"PYTHONUNBUFFERED": "1"}
                 run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
@@ -564,17 +536,11 @@ def profile(args):
             text = PROFILE.format(root=str(ROOT), benchmarks=str(ROOT / "benchmarks"), script=script)
             Path(folder, "run.py").write_text(text)
             words = f"{flags} --total-iterations 7 --eval-every 0 --save-every 0 --track none --output-dir {folder}"
-            command = [sys.executable, f"{folder}/run.py", *words.split()]
-            run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            if run.returncode:
-                sys.exit(run.stderr[-3000:])
-            record("profile", name=script, phases=json.loads(run.stdout.splitlines()[-1]))
+            record("profile", name=script, phases=run_lines(f"{folder}/run.py", *words.split())[-1])
 
 
 def floors(args):
     """Products of the shapes of the embedded and the 20m model, and a copy, on one thread."""
-    import torch
-
     torch.set_num_threads(1)
 
     def rate(work, run):
@@ -612,8 +578,8 @@ def middle(rows, key):
     return statistics.median(row[key] for row in rows)
 
 
-def markdown(head, lines):
-    return ["| " + " | ".join(map(str, line)) + " |" for line in (head, ["---"] * len(head), *lines)] + [""]
+def section(title, head, lines):
+    return [f"## {title}", "", common.markdown(head, lines), ""]
 
 
 def bars(path, title, lines):
@@ -665,7 +631,7 @@ def table(args):
             lines.append([*line, ratio])
             stacks.append((name, {"rollout": sampling, "the rest": seconds - sampling}))
         head = ["", "rounds", "iteration, s", "of it rollout", "tokens/s", "peak memory, MiB", "against TRL"]
-        text += [f"## Iterations: {title}", "", work, "", *markdown(head, lines)]
+        text += [f"## Iterations: {title}", "", work, "", common.markdown(head, lines), ""]
         bars(RESULTS / f"{size}-{processes}-{'forced' if forced else 'eos'}-{steps}.png", title, stacks)
     for size, group_size in dict.fromkeys((r["size"], r["group_size"]) for r in of.get("rollout", [])):
         mine = [r for r in of["rollout"] if (r["size"], r["group_size"]) == (size, group_size)]
@@ -677,20 +643,14 @@ def table(args):
             ratio = spread(ratios(mine, name, "generate"))
             lines.append([name, len(own), f"{middle(own, 'seconds'):.2f}", f"{middle(own, 'tokens'):,.0f}", ratio])
         lines += [[name, 0, "does not run", "", why] for name, why in failed.items()]
-        title = f"## Rollout: {size}, {'groups of ' + str(group_size) if group_size > 1 else 'single responses'}"
-        text += [title, "", *markdown(["", "rounds", "seconds", "response tokens", "against generate"], lines)]
+        title = f"Rollout: {size}, {'groups of ' + str(group_size) if group_size > 1 else 'single responses'}"
+        text += section(title, ["", "rounds", "seconds", "response tokens", "against generate"], lines)
     for row in of.get("memory", [])[-1:]:
-        text += [
-            "## Memory of an update",
-            "",
-            "Vocabulary 151,936, width 896, two layers, 8 rows of 512 response tokens,",
-        ]
-        text += [
-            f"above weights and gradients: {row['ours'] / 2**20:,.0f} MiB, {row['ours'] / row['full']:.2f}x of the"
-        ]
-        text += [
-            f"{row['full'] / 2**20:,.0f} MiB with all logits in float32. Gradients differ by {row['difference']:.1e} at"
-        ]
+        ours, full = row["ours"] / 2**20, row["full"] / 2**20
+        text += ["## Memory of an update", ""]
+        text += ["Vocabulary 151,936, width 896, two layers, 8 rows of 512 response tokens,"]
+        text += [f"above weights and gradients: {ours:,.0f} MiB, {ours / full:.2f}x of the"]
+        text += [f"{full:,.0f} MiB with all logits in float32. Gradients differ by {row['difference']:.1e} at"]
         text += [f"most, the largest is {row['largest']:.1e}.", ""]
     if "processes" in of:
         lines = []
@@ -701,7 +661,7 @@ def table(args):
             numbers = [f"{middle(own, 'seconds'):.2f}" for own in (one, two)]
             lines.append([name, len(two), *numbers, spread(ratios(both, "1", "2")), f"{share:.0%}"])
         head = ["", "rounds", "one process, s", "two, s", "as fast", "of the time of two in collectives"]
-        text += ["## Two processes against one, the same global batch", "", *markdown(head, lines)]
+        text += section("Two processes against one, the same global batch", head, lines)
     if "batch" in of:
         lines = []
         for times in dict.fromkeys(r["times"] for r in of["batch"]):
@@ -710,13 +670,13 @@ def table(args):
             lines.append([64 * times, f"{middle(own, 'seconds'):.2f}", f"{speed:.0f}"])
             lines[-1].append(f"{middle(own, 'peak_bytes') / 2**20:,.0f}")
         head = ["responses per iteration", "iteration, s", "microseconds per token", "peak memory, MiB"]
-        text += ["## Batch size, two processes, grpo_llm.py with `--rollout-batch-size 32`", "", *markdown(head, lines)]
+        text += section("Batch size, two processes, grpo_llm.py with `--rollout-batch-size 32`", head, lines)
     if "start" in of:
         lines = []
         for name in dict.fromkeys(r["name"] for r in of["start"]):
             own = [r for r in of["start"] if r["name"] == name]
             lines.append([name, len(own), f"{middle(own, 'seconds'):.1f}"])
-        text += ["## From the launch to the first evaluation", "", *markdown(["", "launches", "seconds"], lines)]
+        text += section("From the launch to the first evaluation", ["", "launches", "seconds"], lines)
     if "ablation" in of:
         lines, stacks = [], []
         for name in dict.fromkeys(r["name"] for r in of["ablation"]):
@@ -727,14 +687,14 @@ def table(args):
             lines.append([name, len(own), f"{middle(own, 'seconds'):.2f}", *times, ratio])
             stacks.append((name, parts))
         head = ["grpo_llm.py", "rounds", "iteration, s", "rollout", "log-probs", "update", "against as it is"]
-        text += ["## What each thing buys", "", *markdown(head, lines)]
+        text += section("What each thing buys", head, lines)
         bars(RESULTS / "ablation.png", "grpo_llm.py without each of the things that make it fast", stacks)
     for script in dict.fromkeys(r["name"] for r in of.get("profile", [])):
         found = next(r["phases"] for r in reversed(of["profile"]) if r["name"] == script)
         found = {phase: kinds for phase, kinds in found.items() if sum(kinds.values()) > 0.01}
         names = [kind for kind in OPERATORS if any(kind in kinds for kinds in found.values())]
         lines = [[phase, *(f"{kinds.get(kind, 0):.2f}" for kind in names)] for phase, kinds in found.items()]
-        text += [f"## Where the time goes: {script}.py, one process, seconds", "", *markdown(["", *names], lines)]
+        text += section(f"Where the time goes: {script}.py, one process, seconds", ["", *names], lines)
         bars(
             RESULTS / f"profile-{script}.png",
             f"{script}.py, one process",
@@ -742,7 +702,7 @@ def table(args):
         )
     if "floors" in of:
         lines = [[r["name"], r["machine"].split(",")[0], f"{r['per_second'] / 1e9:.1f}"] for r in of["floors"]]
-        text += ["## One core", "", *markdown(["", "of", "billion operations, or bytes, per second"], lines)]
+        text += section("One core", ["", "of", "billion operations, or bytes, per second"], lines)
     (RESULTS / "README.md").write_text("\n".join(text))
     print("\n".join(text))
 
