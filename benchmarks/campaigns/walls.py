@@ -280,7 +280,7 @@ def tables():
         ("none", "none, scores 0 and 1"),
         ("batch mean", "mean of the batch (the unit)"),
         ("group mean", "mean of the group"),
-        ("token mean", "mean over tokens"),
+        ("token mean", "mean of the batch, over tokens"),
     ):
         cells = []
         for policy in "start", "later":
