@@ -6,12 +6,12 @@ import threading
 
 import pytest
 import torch
-import transformers
 from conftest import forked, make_model, read_metrics, read_rows, refusal, untimed
 from test_variants import flags_of, folder, grpo, sharded, train, variant  # noqa: F401
 from torch import nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.requests import RequestState
 
 # ruff: noqa: F811
 
@@ -70,28 +70,44 @@ def test_a_response_ends_with_the_first_eos_or_is_truncated(train, seen, tmp_pat
     assert len({ids[0] for ids, _, _ in responses}) > 10  # of 45: no top_k
 
 
+@pytest.fixture
+def check_greedy_answers(train, folder, tmp_path):
+    """They have to be those of `generate`."""
+
+    def check(**flags):
+        flags |= {"eval_dataset": f"{folder}/test.jsonl", "eval_rows": 5, "total_iterations": 0}
+        train("paged", run_name="paged", **flags)
+        grpo.main(grpo.Args(**flags_of("paged", folder) | flags | {"output_dir": str(tmp_path), "run_name": "plain"}))
+        paged, plain = (read_rows(tmp_path / name / "completions" / "eval_000000.jsonl") for name in ("paged", "plain"))
+        assert len(plain) == 5 and paged == plain
+
+    return check
+
+
 @pytest.mark.parametrize(
     "sizes", [{}, {"microbatch_tokens": 16, "rollout_batch_size": 2}], ids=["at once", "in pieces"]
 )
-def test_greedy_answers_are_those_of_generate(train, folder, tmp_path, sizes):
+def test_greedy_answers_are_those_of_generate(check_greedy_answers, sizes):
     """Also where prompts are read in pieces, and responses take the places of those that have ended."""
-    flags = {"eval_dataset": f"{folder}/test.jsonl", "eval_rows": 5, "total_iterations": 0}
-    train("paged", run_name="paged", **flags | sizes)
-    grpo.main(grpo.Args(**flags_of("paged", folder) | flags | {"output_dir": str(tmp_path), "run_name": "plain"}))
-    paged, plain = (read_rows(tmp_path / name / "completions" / "eval_000000.jsonl") for name in ("paged", "plain"))
-    assert len(plain) == 5 and paged == plain
+    check_greedy_answers(**sizes)
 
 
-def test_a_full_cache_changes_nothing(train, seen, monkeypatch):
-    """Rows wait for pages, or lose theirs and are read again; prompts share none with those of older weights."""
-    real = transformers.ContinuousBatchingConfig
-
-    def small(**options):
-        return real(**options | {"page_size": 4, "num_blocks": 14})
-
-    monkeypatch.setattr(transformers, "ContinuousBatchingConfig", small)
+@pytest.mark.parametrize("sharing", [True, False])
+def test_rows_that_lose_their_pages_are_read_again(variant, train, check_greedy_answers, seen, monkeypatch, sharing):
+    """In a cache for two rows. Prompts share pages, but none with those of older weights."""
+    library = variant("paged").transformers  # transformers runs its __init__ twice, so ours may be another module
+    config, again, lost = library.ContinuousBatchingConfig, RequestState.create_equivalent_initial_request, []
+    small = {"page_size": 4, "num_blocks": 14, "allow_block_sharing": sharing}
+    monkeypatch.setattr(library, "ContinuousBatchingConfig", lambda **options: config(**options | small))
+    monkeypatch.setattr(
+        RequestState, "create_equivalent_initial_request", lambda row: lost.append(row.generated_len()) or again(row)
+    )
     assert max(diffs(train("paged", lr=0.02))) < 1e-6
-    assert all(len(r.ids) == len(r.logprobs) for batch in seen["batches"] for r in batch)
+    assert max(lost) > 1  # rows that had begun to answer
+    assert all(len(r.ids) == len(r.logprobs) <= 12 for batch in seen["batches"] for r in batch)
+    lost.clear()
+    check_greedy_answers()
+    assert max(lost) > 1
 
 
 def test_the_engine_has_our_autocast(train, folder, tmp_path, monkeypatch):
