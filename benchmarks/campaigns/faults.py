@@ -213,7 +213,7 @@ def late(run, rng, turn):
     program = run.folder / f"late_{run.script}.py"
     program.write_text(SLOW.format(folder=str(run.folder), script=run.script))
     rank, begin = str(turn % 2), time.monotonic()
-    run.start(program=program, SEED=str(rng.random()), LATE=rank)
+    run.start(program=program, SEED=str(rng.randrange(1000)), LATE=rank)
     code = run.wait(3600)
     seconds = time.monotonic() - begin - run.seconds
     yield {"late process": rank, "seconds longer": round(seconds), "code": code}
