@@ -105,7 +105,7 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "lengths-80": ("grpo_llm", CONTROL, 3),
     "lengths-100": ("grpo_llm", CONTROL, 3),
     "guess": ("environment", GUESS, 3),
-    # Not run yet. With four steps a batch no clip acts, so there are four epochs as well.
+    # With four steps a batch no clip acts, so there are four epochs as well; those and `paged` have not been run yet.
     "sapo": ("sapo", "", 3),
     "dppo": ("dppo", "", 3),
     "cov": ("cov", "--clip-low 1 --clip-high 1e9 --cov-share 0.02", 3),
@@ -119,7 +119,7 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "mask_truncated": ("mask_truncated", "--max-response-length 40", 3),
     "short-limit": ("grpo_llm", "--max-response-length 40", 3),
     "self_distill": ("self_distill", "--total-iterations 20", 3),
-    "paged": ("paged", "", 3),
+    "paged": ("paged", "", 2),
     "verify_math": ("grpo_llm", "--reward notes/variants/verify_math.py:verify_math --total-iterations 20", 1),
     "letters": ("grpo_llm", LETTERS, 1),
 }
