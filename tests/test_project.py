@@ -21,6 +21,9 @@ import pytest
 import ranks
 import yaml
 from conftest import ROOT, TINY, read_rows, write_rows
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 # One sitting. A ceiling is never raised to let a feature in.
@@ -377,6 +380,22 @@ def test_ci_ends_with_the_test_command_of_the_readme_and_the_slow_tests():
     assert f"\n{before.splitlines()[-1]}\n```" in readme()
     assert "-r tests/vllm.txt" in after and "tests/test_vllm.py" in after
     assert "-r tests/vllm.txt" in (ROOT / "notes" / "guide.md").read_text()
+
+
+def test_the_versions_allowed_are_those_that_the_tests_ran_with():
+    """The first is the oldest in the guide's table; a cap excludes the minor release after the newest."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [Requirement(text) for text in [*project["dependencies"], *project["optional-dependencies"]["lora"]]]
+    allowed = {one.name: one.specifier for one in named} | {"Python": SpecifierSet(project["requires-python"])}
+    guide = (ROOT / "notes" / "guide.md").read_text()
+    lines = re.search(r"(?m)^\| Python \|.*\n(?:\|.*\n)+", guide)[0].splitlines()
+    names, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    for name, *versions in zip(names, *rows):
+        oldest, *_, newest = sorted(Version(text) for text in versions)
+        for bound in allowed[name]:
+            limit = Version(bound.version)
+            tried = oldest if bound.operator == ">=" else Version(f"{newest.major}.{newest.minor + 1}")
+            assert tried.release[: len(limit.release)] == limit.release, f"{name}{bound}"
 
 
 def test_what_github_reads_says_what_the_project_says():
