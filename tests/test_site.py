@@ -33,7 +33,7 @@ def site(tmp_path_factory):
     """{name of a page: its HTML} of the site, and its folder."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, str(ROOT / "notes" / "build.py"), "--output", str(folder)]
-    subprocess.run(command, check=True, timeout=300, cwd=folder, capture_output=True)
+    subprocess.run(command, check=True, timeout=900, cwd=folder, capture_output=True)
     return {path.name: path.read_text() for path in sorted(folder.glob("*.html"))}, folder
 
 
