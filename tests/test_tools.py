@@ -69,7 +69,7 @@ def test_what_is_no_copy_makes_no_patch(call):
 def test_the_list_has_each_once_by_what_it_changes_and_fits_a_screen(call):
     lines = call("list")[1].splitlines()
     listed = [line.split()[0] for line in lines if line.startswith("  ")]
-    files = {path.stem for path in variants.FOLDER.glob("*.py")} - {"guess"}  # a game for `environment`
+    files = {path.stem for path in variants.FOLDER.glob("*.py")} - {"guess", "retry"}  # games for `environment`
     assert sorted(listed) == sorted({*variants.names(), *files})
     assert [line[:-1] for line in lines if not line.startswith("  ")] == [*variants.GROUPS]
     assert len(lines) <= 50 and max(map(len, lines)) <= 120

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, forked, read_metrics, read_rows, refusal, untimed, write_rows
+from conftest import ROOT, TINY, forked, read_metrics, read_rows, refusal, untimed, write_rows
 from ranks import load_script
 from test_variants import flags_of, folder, train, variant  # noqa: F401
 from transformers import AutoTokenizer
@@ -163,6 +163,28 @@ def test_a_scripted_game(train, scripted, numbers, batches, variant, policy, fla
     assert all(ends) or "max_turns" in flags  # nothing is said where there is no room for a turn
     assert metrics[1]["reward/mean"] == sum(rewards) / 8 and metrics[1]["response/truncated_frac"] == cut / 8
     assert [m["eval/score"] for m in metrics] == [sum(rewards) / 8] * 2  # evaluation plays, too
+
+
+def test_a_question_of_reasoning_gym_is_tried_twice(variant, train, batches, tmp_path):  # noqa: F811
+    pytest.importorskip("reasoning_gym", reason="needs the extra `tasks`")
+    easy = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    load_script(ROOT / "notes" / "variants" / "gym_tasks.py").write("chain_sum", tmp_path, 8, 0, json.dumps(easy))
+    (row, *_) = read_rows(tmp_path / "train.jsonl")
+    algo, retry = variant("environment"), f"{ROOT}/notes/variants/retry.py:Retry"
+    right, wrong = f"That is\n#### {row['answer']}", "#### none"
+    games = [([right], [0], 1), ([wrong, right], [1, 0], 0.5), ([wrong, wrong], [1, 0], 0)]
+    for turns, heard, reward in [*games, ([], [], 0)]:  # the last: its first turn had no end
+        game = algo.load_reward(retry)()
+        game.reset(**row)
+        assert [len(algo.answer(game, turn)) for turn in turns] == heard
+        assert game.get_reward() == reward
+    flags = {"model": str(TINY / "model"), "dataset": f"{tmp_path}/train.jsonl", "environment": retry}
+    metrics = train("environment", **flags, max_response_length=64, batch_size=4, group_size=2, total_iterations=1)
+    _, responses, _ = batches[0]
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
+    said = [tokenizer.decode(ids) for response in responses for was, ids in pieces(algo, response) if not was]
+    assert {*said} == {"\nThat is wrong, try again.\n"} and metrics[1]["response/turns_mean"] == 1 + len(said) / 8
+    assert metrics[1]["reward/mean"] == pytest.approx(sum(r.environment.get_reward() for r in responses) / 8)
 
 
 def test_completions_show_the_whole_game(train, scripted, numbers, tmp_path):  # noqa: F811
