@@ -6,8 +6,8 @@
     python benchmarks/gpu.py --small             a tiny model, also without a GPU: does this command work?
 
 You need one card of 24 GB or more and 20 GB of disk for temporary files (TMPDIR says where), but no network: the model
-has the shape of Qwen2.5-0.5B and random weights, and its scores mean nothing. We have no GPU, so we can only guess how
-long it takes: 20 minutes on one card, and less than ten for each part.
+has the shape of Qwen2.5-0.5B and random weights, and its scores mean nothing. On an H200 `scripts` took five minutes.
+We guess that all of it takes 25 on one card, and each part less than ten.
 
     scripts     ppo_llm, grpo_llm, lora, ppo_llm_fsdp, grpo_llm_fsdp: three iterations of each on one GPU, with the
                 seconds of each phase, and the peak of memory next to what notes/memory.py forecasts
@@ -21,8 +21,8 @@ long it takes: 20 minutes on one card, and less than ten for each part.
                 long they take to add up their gradients
 
 If a step fails, the others still run, and the exit status is 1. vLLM needs an environment of its own (notes/guide.md):
-call this with `--steps vllm` there. `paged` is faster with flash attention: pip install kernels, and set
-HF_HUB_OFFLINE=0 the first time, because it downloads one.
+call this with `--steps vllm` there. Install flash attention for `paged`, which is much slower without: pip install
+kernels, and set HF_HUB_OFFLINE=0 the first time, because it downloads one.
 
 The results are in benchmarks/results/gpu/NAME-OF-YOUR-CARD/: README.md is the table, rows.jsonl has every number.
 """
@@ -55,10 +55,10 @@ sys.path += [str(ROOT), str(ROOT / "notes")]
 import memory  # noqa: E402
 import variants  # noqa: E402
 
-LIBRARIES = "torch", "transformers", "accelerate", "peft", "kernels", "vllm"
+LIBRARIES = "torch", "transformers", "accelerate", "peft", "kernels", "flash_attn", "flash_attn_interface", "vllm"
 # Responses of an iteration, of a prompt in GRPO, of an optimizer step; tokens of a prompt and of a response.
 Work = namedtuple("Work", "responses group minibatch prompt response")
-WORK = {"short": Work(64, 8, 32, 64, 256), "wide": Work(256, 8, 64, 64, 256), "long": Work(256, 8, 64, 512, 512)}
+WORK = {"short": Work(64, 8, 32, 64, 256), "wide": Work(256, 8, 64, 64, 512), "long": Work(256, 8, 64, 512, 512)}
 TINY_WORK = {"short": Work(16, 4, 8, 24, 8), "wide": Work(32, 4, 16, 24, 8), "long": Work(16, 4, 8, 48, 16)}
 TINY = memory.Shape(vocab=1024, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=1, tied=True)
 SHAPE = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
@@ -202,7 +202,8 @@ def finish(args, process):
     if process.returncode:
         said, *report = re.split(r"\n.*torch/distributed/elastic/", console, maxsplit=1)
         codes = re.findall(r"exitcode: -?\d+", "".join(report))  # all that we need of the launcher's long report
-        raise RuntimeError("\n".join([said.strip(), *codes[:1]]))
+        killed = [f"killed by {signal.Signals(-process.returncode).name}"] if process.returncode < 0 else []
+        raise RuntimeError("\n".join([said.strip(), *codes[:1], *killed]))
     return console
 
 
@@ -253,6 +254,11 @@ def read_metrics(bench, name):
 # --- The steps: functions that return rows of the table --------------------------------------------------------------
 
 
+def kernels(bench, dtype):
+    """What notes/memory.py wants to know about the dtype: its size, and whether attention has a fused kernel."""
+    return {"bf16": dtype != "float32", "fused": dtype != "float32" or not bench.card["GPUs"]}
+
+
 def recommend(bench, **options):
     """Sizes for `begin`, from notes/memory.py; None if nothing fits on this card."""
     if bench.args.small:
@@ -277,7 +283,7 @@ def train(bench, script, size="short", sizes=None, processes=1, lora=0, dtype="a
     work = bench.work[size]
     used = bench.card["dtype"] if dtype == "auto" else dtype
     options = {"processes": processes, "sharded": "fsdp" in script, "critic": script.startswith("ppo")}
-    options |= {"lora_rank": lora, "bf16": used != "float32"}
+    options |= {"lora_rank": lora} | kernels(bench, used)
     sizes = sizes or recommend(bench, **options)
     if sizes is None:
         return [{"result": "needs a larger card"}]
@@ -323,7 +329,7 @@ def compare(name, metrics, others):
 
 def resume(bench):
     """Three runs with one seed, the last of which is killed after its first checkpoint and resumed."""
-    sizes = recommend(bench, critic=False, bf16=bench.card["dtype"] == "bfloat16")
+    sizes = recommend(bench, critic=False, **kernels(bench, bench.card["dtype"]))
     if sizes is None:
         return [{"result": "needs a larger card"}]
 
@@ -365,6 +371,7 @@ def exchange(bench):
     return [row | {"through": "NCCL" if bench.card["GPUs"] else "gloo (NCCL needs a GPU)"}]
 
 
+WIDE = {"size": "wide", "iterations": 2}
 LONG = {"size": "long", "iterations": 2}
 # part, step, what it needs besides a GPU, function, its arguments
 STEPS = [
@@ -373,9 +380,9 @@ STEPS = [
     ("scripts", "lora", "peft", train, {"script": "grpo_llm", "lora": 16}),
     ("scripts", "ppo_llm_fsdp", None, train, {"script": "ppo_llm_fsdp"}),
     ("scripts", "grpo_llm_fsdp", None, train, {"script": "grpo_llm_fsdp"}),
-    ("sampling", "generate", None, train, {"script": "grpo_llm", "size": "wide"}),
-    ("sampling", "paged", None, train, {"script": "paged_llm", "size": "wide"}),
-    ("sampling", "vllm", "vllm", train, {"script": "vllm_llm", "size": "wide"}),
+    ("sampling", "generate", None, train, WIDE | {"script": "grpo_llm"}),
+    ("sampling", "paged", None, train, WIDE | {"script": "paged_llm"}),
+    ("sampling", "vllm", "vllm", train, WIDE | {"script": "vllm_llm"}),
     ("sampling", "decoding", None, decoding, {}),
     ("sizes", "defaults", None, train, LONG | {"script": "grpo_llm", "sizes": (128, 2048, False)}),
     ("sizes", "grpo_llm-fit", None, train, LONG | {"script": "grpo_llm"}),
@@ -394,6 +401,17 @@ STEPS = [
 ORDER = [step for _, step, *_ in STEPS]
 
 
+def explain(said):
+    """(the line that names the error, the last 25 lines) of what a failed process said.
+
+    When CUDA fails, each of its threads says so, and C++ prints dozens of frames after Python's traceback.
+    """
+    alike = {re.sub(r"\d+", "0", line): line for line in said.splitlines() if not re.match(r"\s*frame #\d", line)}
+    lines = list(alike.values())
+    named = [line for line in lines if re.match(r"([\w.]*Error|error\b|stopped after)", line)]
+    return (named or lines or ["it said nothing"])[-1], "\n".join(lines[-25:])
+
+
 def run_step(bench, part, step, needs, function, options):
     """The rows of a step, or one that says why there is none."""
     started = time.time()
@@ -402,8 +420,8 @@ def run_step(bench, part, step, needs, function, options):
     try:
         rows = [{"result": f"needs {needs}"}] if lacks else function(bench, **options)
     except (Exception, SystemExit) as error:  # whatever it is, the other steps shall run
-        last_lines = clean("\n".join(str(error).splitlines()[-25:]))
-        rows = [{"result": f"failed: {last_lines.splitlines()[-1][:150]}", "error": last_lines}]
+        reason, said = explain(clean(str(error)))
+        rows = [{"result": f"failed: {reason[:150]}", "error": said}]
     versions = {name: bench.card.get(name) for name in (*LIBRARIES, "commit")}
     about = {"part": part, "step": step, "result": "ok", "took, s": round(time.time() - started)}
     return [about | row | {"versions": versions} for row in rows]
@@ -415,8 +433,8 @@ NOTES = """Seconds are medians over the iterations after the first. The update i
 policy and reference. "rows / tokens" are `--rollout-batch-size` and `--microbatch-tokens`, which `notes/memory.py`
 recommends for this card (with `--small` they are fixed); gc: with `--gradient-checkpointing`. The forecast is that of
 `notes/memory.py`, too. The peak of memory and logprob_diff (sampler against training pass) are the largest of any
-iteration. An iteration has {} responses of {} tokens, in `sampling` {}, in `sizes` {} of {} with the prompt. On a GPU,
-two runs with one seed need not be equal."""
+iteration, which has {} responses of {} tokens (`sampling`: {} of {}; `sizes`: {} of {} with the prompt). On a GPU, two
+runs with one seed need not be equal."""
 
 
 def make_model(folder, shape):
@@ -474,7 +492,7 @@ def make_table(card, rows, work):
             lines = [columns, ["---"] * len(columns), *cells]
             text += "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
     short, wide, long = work.values()
-    lengths = short.responses, short.response, wide.responses, long.responses, f"{long.prompt} + {long.response}"
+    lengths = [*short[::4], *wide[::4], long.responses, f"{long.prompt} + {long.response}"]
     return f"{text}\n{NOTES.format(*lengths)}\n"
 
 

@@ -117,11 +117,12 @@ def autocast_copies(shape, lora_rank=0, checkpointing=False):
     return 2 * (blocks + shape.vocab * shape.hidden)
 
 
-def activations(shape, tokens, bf16=False, sharded=False, checkpointing=False):
+def activations(shape, tokens, bf16=False, sharded=False, checkpointing=False, plain_length=0):
     """What the blocks keep for the backward pass, for so many tokens, padding included.
 
     Counted from the tensors that autograd saves (transformers' Qwen2, scaled_dot_product_attention without a mask).
-    checkpointing: the input of every block, and all of one block, which is computed anew.
+    checkpointing: the input of every block, and all of one block, which is computed anew. plain_length: of a row, where
+    no fused kernel runs (`budget`): keys and values repeated for every head, and the probabilities, are kept as well.
     """
     h, m, small = shape.hidden, shape.intermediate, 4 * (shape.heads + 2)
     attention = h + 2 * shape.kv_width  # q, k, v
@@ -131,6 +132,8 @@ def activations(shape, tokens, bf16=False, sharded=False, checkpointing=False):
         block, stream = 4 * 2 * h + 2 * (5 * h + attention + 4 * m) + small, 2 * h
     else:
         block, stream = 4 * 4 * h + 2 * (6 * h + attention + 4 * m) + small, 4 * h
+    if plain_length:
+        block += 4 * (shape.heads * plain_length + 2 * (h - shape.kv_width) - shape.heads)
     return tokens * (shape.layers * stream + block if checkpointing else shape.layers * block)
 
 
@@ -239,12 +242,14 @@ def budget(
     response_length=512,
     rows=128,
     microbatches=2,
+    fused=True,
 ):
     """{term: bytes on one device}, and the sums "rollout", "update" and "peak"; "host" with offload, all processes.
 
     The defaults are the scripts'. tokens: --microbatch-tokens; rows: responses sampled at a time on a device, at most
     --rollout-batch-size; microbatches: of so many tokens per optimizer step, 1 or more. Gradients are made by the
-    backward pass of the first, so they do not stand beside its activations.
+    backward pass of the first, so they do not stand beside its activations. fused: False on a GPU in float32, where
+    none of torch's fused attention kernels takes fewer heads of keys than of queries.
     """
     shards, kind = processes if sharded else 1, {"bf16": bf16, "sharded": sharded}
     prompt = length - response_length
@@ -258,7 +263,8 @@ def budget(
     copies = autocast_copies(shape, lora_rank, checkpointing) if autocast else 0
     copies_sampling = autocast_copies(shape) if autocast and not lora_rank else 0
     running, ending = gathered_units(shape, bf16, lora_rank) if sharded else (0, 0)
-    saved = activations(shape, tokens, checkpointing=checkpointing, **kind)
+    plain_length = 0 if fused or shape.heads == shape.kv_heads else length
+    saved = activations(shape, tokens, checkpointing=checkpointing, plain_length=plain_length, **kind)
     response_tokens = tokens * response_length // length
     head, extra, head_extra = logits(shape, response_tokens), 0, 0
     if not (lora_rank or sharded):

@@ -1,6 +1,7 @@
 """benchmarks/gpu.py runs to its end and reports what failed, here without a GPU; its numbers mean nothing there."""
 
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -87,6 +88,65 @@ def test_a_script_that_breaks_shows_its_last_lines(gpu, call, monkeypatch, tmp_p
     parts = sum(row[f"{phase}, s"] for phase in ("rollout", "reward", "logprobs", "update"))
     assert 0 < row["rollout, s"] < row["iteration, s"] and parts == pytest.approx(row["iteration, s"], rel=0.2)
     assert row["peak, GiB"] == "needs a GPU" and 0 < row["forecast, GiB"] < 0.1
+
+
+def test_what_failed_is_named_though_cuda_says_more(gpu):
+    """As on an H200: every thread of a kernel complains, and C++ prints frames after Python's traceback."""
+    said = ["it begins", *(f"kernel.cu:163: thread [{i},0,0] Assertion `index` failed." for i in range(64))]
+    said += ["Traceback (most recent call last):", "torch.AcceleratorError: CUDA error: device-side assert triggered"]
+    said += ["error: the engine stopped", "terminate called", *(f"frame #{i}: run + 0x{i} (0x1)" for i in range(40))]
+    reason, lines = gpu.explain("\n".join(said + ["killed by SIGABRT"]))
+    assert reason == "error: the engine stopped"
+    assert lines.splitlines() == ["it begins", said[64], *said[65:69], "killed by SIGABRT"]
+    assert gpu.explain("it begins\nkilled by SIGKILL")[0] == "killed by SIGKILL"
+    assert gpu.explain("Error one\nstopped after 600 seconds")[0] == "stopped after 600 seconds"
+    assert gpu.explain("")[0] == "it said nothing"
+
+
+def test_a_killed_process_names_the_signal(gpu):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    words = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    with pytest.raises(RuntimeError, match="killed by SIGKILL"):
+        gpu.finish(SimpleNamespace(timeout=60), subprocess.Popen(words, **pipes))
+
+
+def test_pages_quote_what_the_h200_said(gpu):
+    home = ROOT / "benchmarks" / "results" / "gpu"
+    rows = [json.loads(line) for line in (home / "NVIDIA-H200" / "rows.jsonl").read_text().splitlines()]
+    by_step = {row["step"]: row for row in rows if row["step"] != "paged"}
+    speed, memory = ((ROOT / "notes" / page).read_text() for page in ("11-performance.md", "14-memory.md"))
+    for row in by_step["ppo_llm"], by_step["grpo_llm"], by_step["lora"], by_step["generate"]:
+        seconds = [f"{row[f'{name}, s']:.1f}" for name in ("rollout", "logprobs", "update", "iteration")]
+        assert f" tokens | {' | '.join(seconds)} |\n" in speed
+    for step, row in by_step.items():
+        if step != "decoding":
+            forecast, taken = row["forecast, GiB"], row["peak, GiB"]
+            off = f"{100 * (forecast / taken - 1):+.0f}%".replace("+0%", "0%").replace("-0%", "0%")
+            assert f" | {forecast:.1f} | {taken:.1f} | {off} |\n" in memory
+            assert 0.96 < taken / forecast < 1.03
+    step = by_step["decoding"]
+    assert (step["launches"], step["waits"], round(step["step, ms"], 1), round(step["GPU busy, ms"], 1)) == (
+        1152,
+        2,
+        24.7,
+        4.9,
+    )
+    assert "launched 1,152\nkernels" in speed and "24.7 ms, 21 microseconds" in speed and 20.5 < 24.7 / 1.152 < 21.5
+    plain, flash = (row for row in rows if row["step"] == "paged")
+    assert (
+        f"took {plain['rollout, s']:.1f} seconds without flash attention, and {flash['rollout, s']:.1f} with it"
+        in speed
+    )
+    ratios = [row["rollout, s"] / by_step["generate"]["rollout, s"] for row in (plain, flash)]
+    assert [f"{ratio:.2g}" for ratio in ratios] == ["4.5", "0.58"] and "illegal memory access" in flash["result"]
+    assert [f"{by_step[name]['sampled tokens/s']:,.0f}" for name in ("grpo_llm", "generate")] == ["3,253", "8,960"]
+    for script, curve in ("ppo", ["0.798", "0.946"]), ("grpo", ["0.770", "0.948"]):
+        console = (home / "NVIDIA-H200" / f"{script}_llm.txt").read_text()
+        assert "on cuda, bfloat16" in console and re.findall(r"greedy, (\S+) sampled", console)[1:] == curve
+        runs = load_benchmark("plot").read_runs(ROOT / "benchmarks" / "results" / "variants" / script)
+        cpu = [row["eval/score_sampled"] for row in runs[0] if "eval/score_sampled" in row]
+        assert f"{curve[0]} and {curve[1]}" in (home / "README.md").read_text().replace("\n", " ")
+        assert [f"{score:.3f}" for score in cpu[1:3]] == {"ppo": ["0.796", "0.950"], "grpo": ["0.774", "0.942"]}[script]
 
 
 def test_without_a_gpu_it_ends_with_a_sentence(gpu, call, monkeypatch):
