@@ -37,6 +37,15 @@ def test_a_rank_killed_at_any_moment(script, toy_flags, tmp_path):
     assert code == 0 and faults.outcome(run_dir) == faults.outcome(tmp_path / "whole"), console
 
 
+@pytest.mark.parametrize("every, moment", [(10, "reward"), (1, "reward"), (10, "update")])
+def test_sigterm_in_a_long_iteration(every, moment, tmp_path):
+    """The launcher waits half as long as the iteration takes: what is lost is what the guide says."""
+    faults.copy_scripts(tmp_path, ["ppo_llm"])
+    run = faults.Run(tmp_path, "ppo_llm", "run", *faults.QUICK.split(), "--save-every", str(every))
+    lost, _ = faults.one_grace(run, 40, moment, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="20")
+    assert lost == (0 if moment == "update" else every)
+
+
 def test_a_long_run_grows_neither_memory_nor_open_files(algo, toy_run, monkeypatch):
     samples, real, own = [], algo.draw_prompts, psutil.Process()
 

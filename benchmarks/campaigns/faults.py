@@ -2,6 +2,7 @@
 
     python benchmarks/campaigns/faults.py kills 50     kill -9 at random moments, then --resume: the same weights?
     python benchmarks/campaigns/faults.py signals 8    SIGTERM at random moments on a busy machine, then --resume
+    python benchmarks/campaigns/faults.py grace 60     SIGTERM in an iteration of 60 s: how many iterations are lost?
     python benchmarks/campaigns/faults.py delays 8     one process 20 seconds late at random points: the same weights?
     python benchmarks/campaigns/faults.py disk 12      the disk is full, then larger; or it is read-only (as root)
     python benchmarks/campaigns/faults.py soak 2000    2,000 iterations with everything on: memory, speed, file handles
@@ -12,8 +13,8 @@ together with the fourth one that they compose and, in `kills`, a variant that s
 fewer. They are copied first, so you can edit them meanwhile. Results go to benchmarks/results/faults/. `kills` appends
 to its kills.jsonl, and `kills 0` only writes its table again.
 
-The first four are rows of CAMPAIGNS: how a run is disturbed, and what the table says. All of `inputs` are rows of
-INPUTS: what is wrong, and what the run has to say or to do.
+`kills`, `signals`, `delays` and `disk` are rows of CAMPAIGNS: how a run is disturbed, and what the table says. All of
+`inputs` are rows of INPUTS: what is wrong, and what the run has to say or to do.
 """
 
 import argparse
@@ -76,6 +77,49 @@ def compute_scores(*args):
 algo.compute_scores = compute_scores
 algo.main(algo.parse_args())
 """
+
+# Iteration TENTH of a run takes `SECONDS`, half of them in the reward: what each phase sleeps at its first step, or in
+# the update at each of its steps. A file `NAME-PHASE` says that rank 0 has begun a phase.
+MINUTE = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+import {script} as algo
+
+unit = float(os.environ["SECONDS"]) / 60
+name = sys.argv[sys.argv.index("--run-name") + 1]
+now = 0
+
+
+def slow(owner, function, phase, seconds):
+    real = getattr(owner, function)
+
+    def wrapped(*args, **kwargs):
+        if now == {tenth}:
+            if os.environ["RANK"] == "0":
+                Path({folder!r}, f"{{name}}-{{phase}}").touch()
+            time.sleep(seconds * unit)
+        return real(*args, **kwargs)
+
+    setattr(owner, function, wrapped)
+
+
+def draw_prompts(rows, start, count, seed, real=algo.draw_prompts):
+    global now
+    now = start // count + 1
+    return real(rows, start, count, seed)
+
+
+algo.draw_prompts = draw_prompts
+slow(algo, "generate", "rollout", 12)
+slow(algo, "compute_scores", "reward", 30)
+slow(algo, "aggregate", "update", 3)  # two optimizer steps of the actor and two of the critic
+slow(algo.torch, "save", "checkpoint", 6)
+algo.main(algo.parse_args())
+"""
+TENTH = 10  # --save-every is 10 by default: here the most is at stake
+QUICK = "--max-response-length 4 --eval-rows 0 --track none"
+MOMENTS = {"rollout": 2, "reward": 10, "update": 4, "checkpoint": 2}  # seconds after a phase has begun, of 60
 
 
 def copy_scripts(folder, scripts):
@@ -156,11 +200,11 @@ class Run:
         return (self.folder / f"{self.name}.txt").read_text()
 
 
-def undisturbed(folder, scripts):
+def undisturbed(folder, scripts, *flags):
     """{script: (outcome, seconds)} of runs that nobody touches."""
     result = {}
     for script in scripts:
-        run, begin = Run(folder, script, f"{script}-whole"), time.monotonic()
+        run, begin = Run(folder, script, f"{script}-whole", *flags), time.monotonic()
         run.start()
         assert run.wait(3600) == 0, run.said()[-3000:]
         result[script] = outcome(run.path), time.monotonic() - begin
@@ -341,6 +385,52 @@ def count_kills(rows):
     text += f"in {sum(x >= HANGS for x in gone)} runs, what was left was killed before the resume. {len(late)} more "
     text += "moments came when final/ was already there and are not counted "
     return text + f"({sum(r['same'] for r in late)} of them the same).\n"
+
+
+def one_grace(run, seconds, moment, **environment):
+    """SIGTERM to the launcher in iteration TENTH of `seconds`: (iterations lost, seconds until no process is left)."""
+    program = run.folder / f"long_{run.script}.py"
+    program.write_text(MINUTE.format(folder=str(run.folder), script=run.script, tenth=TENTH))
+    run.start(program=program, SECONDS=str(seconds), **environment)
+    begun = run.folder / f"{run.name}-{moment}"
+    while not begun.exists():
+        assert run.launcher.poll() is None, run.said()[-3000:]
+        time.sleep(0.02)
+    time.sleep(MOMENTS[moment] * seconds / 60)
+    begin = time.time()
+    run.launcher.send_signal(signal.SIGTERM)
+    while run.launcher.poll() is None or run.processes():
+        time.sleep(0.05)
+    saved = [int(path.stem[5:]) for path in (run.path / "checkpoints").glob("step_*")]
+    return TENTH - max(saved, default=0), time.time() - begin
+
+
+def grace(seconds, folder, scripts):
+    """The launcher waits 30 s, its default, or 600 s. Four runs at a time, which sleep most of the time."""
+    whole = undisturbed(folder, scripts, *QUICK.split(), "--save-every", "10")
+    settings = [(10, 30), (10, 600), (1, 30)]
+    cases = [(script, *setting, moment) for script in scripts for setting in settings for moment in MOMENTS]
+
+    def cells(number, case):
+        script, every, waits, moment = case
+        run = Run(folder, script, f"grace-{number}", *QUICK.split(), "--save-every", str(every))
+        lost, gone = one_grace(run, seconds, moment, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(waits))
+        run.start("--resume")
+        same = run.wait(900) == 0 and outcome(run.path) == whole[script][0]
+        return [f"{script}.py", every, f"{waits} s", moment, lost, f"{gone:.0f} s", "yes" if same else "NO"]
+
+    with ThreadPoolExecutor(4) as pool:
+        lines = list(pool.map(cells, *zip(*enumerate(cases))))
+    text = f"`python benchmarks/campaigns/faults.py grace {seconds}`: SIGTERM to the launcher of two processes in an "
+    text += (
+        f"iteration of {seconds} s (rollout 12, reward 30, update 12, checkpoint 6 sixtieths of it).\nIt is iteration "
+    )
+    text += (
+        f"{TENTH}, so with `--save-every 10` there is no checkpoint yet. One run a line. 'Same': after `--resume`,\n"
+    )
+    text += "weights and metrics of the undisturbed run, bit for bit.\n\n"
+    head = ["script", "--save-every", "the launcher waits", "SIGTERM in", "iterations lost", "gone after", "same"]
+    report("grace", text + common.markdown(head, lines) + "\n")
 
 
 def soak(count, folder, _):
@@ -1302,7 +1392,7 @@ def inputs(count, folder, scripts):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=[*CAMPAIGNS, "soak", "inputs"])
+    parser.add_argument("what", choices=[*CAMPAIGNS, "grace", "soak", "inputs"])
     parser.add_argument("count", type=int)
     parser.add_argument("--scripts", nargs="+", choices=[*SCRIPTS, VARIANT])
     options = parser.parse_args()
@@ -1314,4 +1404,4 @@ if __name__ == "__main__":
         if options.what in CAMPAIGNS:
             disturbed(options.what, options.count, place, scripts)
         else:
-            {"soak": soak, "inputs": inputs}[options.what](options.count, place, scripts)
+            {"grace": grace, "soak": soak, "inputs": inputs}[options.what](options.count, place, scripts)
