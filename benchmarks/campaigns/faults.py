@@ -1293,6 +1293,8 @@ def fault_of(c, flags):
     if not all(math.isfinite(number) for row in lines for number in row.values()):
         return "a metric that is not finite"
     for file in c.glob("runs/**/*.safetensors"):
+        if "unfinished" in file.parts:  # what a kill left, which nothing reads
+            continue
         if not all(weight.isfinite().all() for weight in load_file(file).values()):
             return f"weights in {file.name} that are not finite"
     if total == 0:

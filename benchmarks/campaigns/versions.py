@@ -5,7 +5,7 @@
     python benchmarks/campaigns/versions.py variants            every variant, from each side's own script and patch
     python benchmarks/campaigns/versions.py bypass              one of them
     python benchmarks/campaigns/versions.py --rounds 9 ppo-two  seconds of an iteration as well, both sides in turns
-    python benchmarks/campaigns/versions.py --rounds 9 --large ppo-two    with a model of 21 million parameters
+    python benchmarks/campaigns/versions.py --rounds 9 --large ppo-two    with a model of 19.5 million parameters
 
 Each case runs for three iterations on both sides. We compare every metric that both of them log (except times and
 memory) and every character of the completions, and list the metrics that only one side has. The earlier scripts come
@@ -111,7 +111,7 @@ ALL = CASES | variant_cases()
 
 TIMED = " --total-iterations 8 --eval-rows 0 --max-response-length 64"  # last, so these win
 TIMED += " --microbatch-tokens 1024 --minibatch-size 32 --batch-size {batch_size}"
-LARGE = " --total-iterations 5 --max-response-length 32 --minibatch-size 16"  # the same for 21 million parameters
+LARGE = " --total-iterations 5 --max-response-length 32 --minibatch-size 16"  # the same for 19.5 million parameters
 SHAPE = {"vocab_size": 420, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6}
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True}
 # Runs a script, and notes the processor time whenever an iteration is logged.
@@ -265,7 +265,7 @@ def main():
     parser.add_argument("--version", default=VERSION, help="commit to compare with")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "versions")
     parser.add_argument("--rounds", type=int, default=0, help="measure seconds as well, in this many turns of both")
-    parser.add_argument("--large", action="store_true", help="measure them with a model of 21 million parameters")
+    parser.add_argument("--large", action="store_true", help="measure them with a model of 19.5 million parameters")
     args = parser.parse_args()
     chosen = []
     for name in args.cases or CASES:
