@@ -182,6 +182,16 @@ def test_commands_are_legal():
     assert found >= 30
 
 
+def test_the_guide_says_what_a_short_grace_costs():
+    results = (ROOT / "benchmarks" / "results" / "faults" / "grace.md").read_text()
+    rows = re.findall(r"(?m)^\| (\w+)\.py \| (\d+) \| (\d+) s \| (\w+) \| (\d+) \| \d+ s \| yes \|$", results)
+    assert len(rows) == 48 and len({script for script, *_ in rows}) == 4
+    for moments, *shown in ("rollout or reward", "10", "0", "1"), ("update or checkpoint", "0", "0", "0"):
+        for setting, lost in zip([("10", "30"), ("10", "600"), ("1", "30")], shown):
+            assert {row[4] for row in rows if row[1:3] == setting and row[3] in moments} == {lost}
+        assert f"| {moments} | {' | '.join(shown)} |" in GUIDE.read_text()
+
+
 def test_the_guide_merges_an_adapter_without_loss(tmp_path):
     """Its own lines, after a short run over a base in bfloat16, in whose steps most of the training would be lost."""
     base = make_model(tmp_path / "model", "llama")

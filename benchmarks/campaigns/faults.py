@@ -402,7 +402,7 @@ def one_grace(run, seconds, moment, **environment):
     while run.launcher.poll() is None or run.processes():
         time.sleep(0.05)
     saved = [int(path.stem[5:]) for path in (run.path / "checkpoints").glob("step_*")]
-    return TENTH - max(saved, default=0), time.time() - begin
+    return max(0, TENTH - max(saved, default=0)), time.time() - begin  # it may have begun the next
 
 
 def grace(seconds, folder, scripts):

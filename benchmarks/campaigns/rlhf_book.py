@@ -34,16 +34,19 @@ torch.set_num_threads(1)
 utils.console.quiet = True
 load = transformers.AutoModelForCausalLM.from_pretrained
 utils.AutoModelForCausalLM.from_pretrained = lambda *a, **k: load(*a, **k | {"torch_dtype": torch.float32})
-linear = torch.nn.Linear
-utils.nn.Linear = lambda *a, **k: linear(*a, **k | {"dtype": torch.float32})
 template = "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}"
-real = utils.load_model
+real, real_values = utils.load_model, utils.get_val_model
 
 
 def load_model(*args, **kwargs):
     model, tokenizer = real(*args, **kwargs)
     tokenizer.chat_template = template
     return model, tokenizer
+
+
+def get_val_model(*args):
+    model = real_values(*args)
+    return model and model.float()  # its new head
 
 
 def score(dataset, completions, entries):
@@ -56,9 +59,9 @@ def log(values):
 
 
 times = []
-train.load_model = load_model
+train.load_model, train.get_val_model = load_model, get_val_model
 train.create_dataset = lambda cfg: task["rows"]
-train.wandb.log = log
+train.wandb.init, train.wandb.log = lambda **kwargs: None, log
 utils._correctness_reward = score
 train.main(Config(**task["config"]))
 times.append((time.perf_counter(), None))
@@ -81,7 +84,7 @@ def run_theirs(args, algorithm, iterations, seed, folder):
     task["result"] = str(folder / "theirs.jsonl")
     (folder / "task.json").write_text(json.dumps(task))
     (folder / "theirs.py").write_text(THEIRS)
-    common.run([args.python, folder / "theirs.py", folder / "task.json"], HF_HUB_OFFLINE="1", WANDB_MODE="disabled")
+    common.run([args.python, folder / "theirs.py", folder / "task.json"], HF_HUB_OFFLINE="1")
     return common.read_lines(task["result"])
 
 
