@@ -105,14 +105,14 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "lengths-80": ("grpo_llm", CONTROL, 3),
     "lengths-100": ("grpo_llm", CONTROL, 3),
     "guess": ("environment", GUESS, 3),
-    # With four steps a batch no clip acts, so there are four epochs as well; those and `paged` have not been run yet.
+    # With four steps a batch no clip acts, so there are four epochs as well.
     "sapo": ("sapo", "", 3),
     "dppo": ("dppo", "", 3),
     "cov": ("cov", "--clip-low 1 --clip-high 1e9 --cov-share 0.02", 3),
     "cov-clip": ("cov", "--cov clip --cov-share 0.02", 3),
-    "grpo-epochs4": ("grpo_llm", EPOCHS, 3),
-    "sapo-epochs4": ("sapo", EPOCHS, 3),
-    "dppo-epochs4": ("dppo", EPOCHS, 3),
+    "grpo-epochs4": ("grpo_llm", EPOCHS, 2),
+    "sapo-epochs4": ("sapo", EPOCHS, 2),
+    "dppo-epochs4": ("dppo", EPOCHS, 2),
     "maxrl": ("maxrl", f"{ONE_STEP} --kl-loss-coef 0", 3),
     "optimal_baseline": ("optimal_baseline", f"{ONE_STEP} --kl-loss-coef 0", 3),
     "token-sums": ("grpo_llm", f"{ONE_STEP} --kl-loss-coef 0 {DR_GRPO}", 3),  # beside these two
