@@ -242,7 +242,7 @@ def toy_flags(algo, tiny_model, toy_data, toy_reward):
 def toy_run(algo, toy_flags, tmp_path):
     """Runs `main` with toy_flags | changes: (run folder, its metrics). May be called several times in one test."""
 
-    def run(**changes):
+    def run(algo=algo, **changes):
         AcceleratorState._reset_state(True)
         name = f"run{len(list((tmp_path / 'runs').glob('run*')))}"
         flags = toy_flags | {"output_dir": str(tmp_path / "runs"), "run_name": name} | changes
@@ -251,6 +251,29 @@ def toy_run(algo, toy_flags, tmp_path):
         return run_dir, read_metrics(run_dir)
 
     return run
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    """spy(owner, name): a list that from now on gets (arguments, result) of every call of owner.name.
+
+    note: it gets note(arguments) instead, taken before the call.
+    """
+
+    def watch(owner, name, note=None):
+        real, calls = getattr(owner, name), []
+
+        def called(*args, **options):
+            if note:
+                calls.append(note(*args, **options))
+                return real(*args, **options)
+            calls.append((args, real(*args, **options)))
+            return calls[-1][1]
+
+        monkeypatch.setattr(owner, name, called)
+        return calls
+
+    return watch
 
 
 def refusal(run):

@@ -4,33 +4,13 @@ import dataclasses
 import math
 import re
 import time
-from unittest import mock
 
 import pytest
 import test_oracle
 import torch
-from accelerate.state import AcceleratorState
 from conftest import ROOT, copies, each_script, make_model, read_metrics, read_rows, refusal, untimed
 from ranks import load_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-
-@pytest.fixture
-def spy(monkeypatch):
-    """spy(owner, "name") -> list that grows by the positional arguments of every call of owner.name."""
-
-    def install(owner, name):
-        real, calls = getattr(owner, name), []
-
-        def wrapper(*args, **kwargs):
-            calls.append(args)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, wrapper)
-        return calls
-
-    return install
-
 
 # ------------------------------------------------------------------------------------------------------- identities
 
@@ -78,7 +58,7 @@ def test_clocks(toy_run):
 def test_sampling_noise_belongs_to_the_row_and_the_iteration(toy_run, spy, algo):
     calls = spy(algo, "generate")
     toy_run(total_iterations=2, rollout_batch_size=3)
-    noise = [args[2] for args in calls]
+    noise = [args[2] for args, _ in calls]
     assert [len(x) for x in noise] == [3, 3, 2, 3, 3, 2]
     first, second = torch.cat(noise[:3]), torch.cat(noise[3:])
     assert first.shape == (8, 10) and len(torch.cat([first, second]).unique()) == 160
@@ -90,7 +70,7 @@ def test_sampling_noise_belongs_to_the_row_and_the_iteration(toy_run, spy, algo)
 def test_without_a_kl_there_is_no_reference(toy_run, spy, algo):
     loads, passes = spy(algo, "load_model"), spy(algo, "forward_all")
     _, metrics = toy_run(kl_reward_coef=0.0, total_iterations=1)
-    assert len(loads) == 2 and [type(module) for module, *_ in passes] == [algo.Policy, algo.Critic]
+    assert len(loads) == 2 and [type(module) for (module, *_), _ in passes] == [algo.Policy, algo.Critic]
     assert metrics[1]["kl/mean"] == 0
     toy_run(kl_reward_coef=0.0, kl_loss_coef=0.1, total_iterations=1)
     assert len(loads) == 2 + 3 and len(passes) == 2 + 3
@@ -142,10 +122,10 @@ def test_every_flag_is_shown_to_act(algo):
 @each_script()
 def test_gradient_checkpointing_changes_no_result(algo, toy_run, spy):
     plain = untimed(toy_run(ppo_epochs=2)[1])
-    passes = spy(algo.Policy, "forward")
+    passes = spy(algo.Policy, "forward", lambda policy, *_: policy)
     for a, b in zip(plain, untimed(toy_run(ppo_epochs=2, gradient_checkpointing=True)[1])):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
-    assert all(policy.model.is_gradient_checkpointing and policy.model.training for policy, *_ in passes)
+    assert all(policy.model.is_gradient_checkpointing and policy.model.training for policy in passes)
 
 
 # ------------------------------------------------------------------------------------------- evaluation and files
@@ -155,8 +135,8 @@ def test_evaluation_scores_every_chosen_row_once(toy_run, spy, algo):
     """Greedily and at temperature 1, whatever that of training is."""
     calls = spy(algo, "generate")
     run_dir, metrics = toy_run(eval_rows=5, total_iterations=4, eval_every=2, temperature=0.5)
-    assert [args[4] for args in calls] == [0, 1, 0.5, 0.5, 0, 1, 0.5, 0.5, 0, 1]
-    assert torch.equal(calls[1][2], calls[9][2])  # with the same noise each time
+    assert [args[4] for args, _ in calls] == [0, 1, 0.5, 0.5, 0, 1, 0.5, 0.5, 0, 1]
+    assert torch.equal(calls[1][0][2], calls[9][0][2])  # with the same noise each time
     assert [("eval/score" in m) for m in metrics] == [True, False, True, False, True]
     for kind in "", "_sampled":
         rows = read_rows(run_dir / "completions" / f"eval{kind}_000004.jsonl")
@@ -254,7 +234,7 @@ def test_what_was_best_before_a_restart_still_counts(toy_run, scripted):
 
 
 @pytest.fixture
-def run_changed(script, toy_flags, tmp_path):
+def run_changed(script, toy_run, tmp_path):
     """run_changed([(old, new), ...], **flags) -> metrics of a copy of the script with these texts replaced."""
 
     def run(replacements, **flags):
@@ -264,11 +244,7 @@ def run_changed(script, toy_flags, tmp_path):
             source = source.replace(old, new)
         path = tmp_path / "my_ppo.py"
         path.write_text(source)
-        module = load_script(path)
-        AcceleratorState._reset_state(True)
-        with mock.patch.object(time, "sleep"):  # the pause at the end is for gloo's threads
-            flags = toy_flags | {"output_dir": str(tmp_path / "runs"), "run_name": "mine"} | flags
-            return read_metrics(module.main(module.Args(**flags)))
+        return toy_run(load_script(path), run_name="mine", **flags)[1]
 
     return run
 
@@ -420,7 +396,7 @@ def test_an_adapter_is_no_model(toy_run, tmp_path):
 @each_script("ppo_llm", "ppo_llm_fsdp")
 def test_the_critic_may_be_another_model(algo, toy_run, spy, tmp_path):
     other = make_model(tmp_path / "other")
-    loads = spy(algo, "load_critic")
+    loads = spy(algo, "load_critic", lambda *args: args)
     toy_run(critic_model=other, total_iterations=1)
     assert loads == [(other, 0)]
 
@@ -431,7 +407,7 @@ def test_an_optimizer_holds_what_is_trained_and_saved(algo, toy_run, spy, lora_r
     """All of it, once, and nothing else."""
     saved = spy(algo, "save_checkpoint")
     toy_run(total_iterations=1, save_every=1, lora_rank=lora_rank)
-    ((_, trainees, *_),) = saved
+    (((_, trainees, *_), _),) = saved
     for model, optimizer in trainees.values():
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,6 +1,7 @@
 """Variants: every patch applies as it stands, is linted, trains, and does what its head says."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -8,10 +9,14 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import ranks
 import torch
+from accelerate.state import AcceleratorState
 from conftest import (
     ROOT,
     compose,
@@ -26,6 +31,13 @@ from conftest import (
     write_rows,
 )
 from ranks import load_script, run_ranks
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaForSequenceClassification,
+)
 
 sys.path.insert(0, str(ROOT / "notes"))
 sys.path.insert(0, str(ROOT / "notes" / "variants"))
@@ -36,34 +48,53 @@ NAMES = variants.names()
 ON_PPO = [name for name in NAMES if variants.read_patch(name)[1] == "ppo_llm.py"]
 # Those that may have more than 60 changed lines in 10 places.
 LONG = {"shared_critic": (130, 18), "multi_reward": (64, 12), "environment": (90, 11)}
+SOME_END = {"temperature": 5.0, "max_response_length": 32}  # about half of the responses: EOS is one of 46 tokens
+# A reward that a random model gets signal from, others, and an environment.
+TOY = """
+def early(prompts, responses, answers):
+    return [sum(c < "m" for c in r) / max(1, len(r)) + 0.01 * len(r) for r in responses]
+
+
+def binary(prompts, responses, answers):
+    return [float(bool(r) and r[0] < "5") for r in responses]
+
+
+def constant(prompts, responses, answers):
+    return [1.0] * len(prompts)
+
+
+def pieces(prompts, responses, answers):
+    return [[(i + 1, 0.1) for i, c in enumerate(r) if c < "m"] for r in responses]
+
+
+def letters(prompts, responses, answers):
+    return {"early": [sum(c < "m" for c in r) / 9 for r in responses], "size": [len(r) / 99 for r in responses]}
+
+
+class Echo:
+    def reset(self, **row):
+        self.heard = []
+
+    def step(self, text):
+        self.heard.append(text)
+        return f"{len(self.heard)}-" if len(self.heard) < 4 else None
+
+    def get_reward(self):
+        return sum(c < "m" for text in self.heard for c in text) / 10
+"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Every variant as a whole file, and a small model with data."""
     folder = tmp_path_factory.mktemp("variants")
-    sys.modules.pop("toy", None)  # the rewards of another file's folder
     for name in NAMES:
         (folder / f"{name}_llm.py").write_text(variants.patched(name))
     make_model(folder / "model", initializer_range=0.1)
     write_rows(folder / "train.jsonl", toy_rows(24))
     write_rows(folder / "test.jsonl", toy_rows(5, 100))
-    (folder / "toy.py").write_text(
-        "def early(prompts, responses, answers):\n"
-        "    return [sum(c < 'm' for c in r) / max(1, len(r)) + 0.01 * len(r) for r in responses]\n\n\n"
-        "def binary(prompts, responses, answers):\n"
-        "    return [float(bool(r) and r[0] < '5') for r in responses]\n\n\n"
-        "def pieces(prompts, responses, answers):\n"
-        "    return [[(i + 1, 0.1) for i, c in enumerate(r) if c < 'm'] for r in responses]\n\n\n"
-        "class Echo:\n"
-        "    def reset(self, **row):\n"
-        "        self.heard = []\n\n"
-        "    def step(self, text):\n"
-        "        self.heard.append(text)\n"
-        "        return f'{len(self.heard)}-' if len(self.heard) < 4 else None\n\n"
-        "    def get_reward(self):\n"
-        "        return sum(c < 'm' for text in self.heard for c in text) / 10\n"
-    )
+    (folder / "toy.py").write_text(TOY)
+    sys.modules.pop("toy", None)  # that of another file's folder
     return folder
 
 
@@ -75,33 +106,64 @@ def variant(folder):
 
 @pytest.fixture
 def train(folder, variant, tmp_path):
-    """train(name, **flags): metrics of a run on one process; its folder is tmp_path/NUMBER."""
-    from accelerate.state import AcceleratorState
+    """train(name, **flags): metrics of a run on one process; its folder is tmp_path/NUMBER.
 
-    def run(name, **changes):
+    on: a script to run in place of the variant, with those of the flags that it knows.
+    """
+
+    def run(name, on=None, **changes):
         AcceleratorState._reset_state(True)
-        flags = flags_of(name, folder) | {"output_dir": str(tmp_path), "run_name": str(len(list(tmp_path.iterdir())))}
-        algo = variant(name)
-        return read_metrics(algo.main(algo.Args(**flags | changes)))
+        algo = load_script(on) if on else variant(name)
+        place = {"output_dir": str(tmp_path), "run_name": str(len(list(tmp_path.iterdir())))}
+        flags = flags_of(name, folder, **place | changes)
+        known = {field.name for field in dataclasses.fields(algo.Args)}
+        flags = {flag: value for flag, value in flags.items() if flag in known or not on}
+        with mock.patch.object(time, "sleep"):  # the pause at the end is for gloo's threads
+            return read_metrics(algo.main(algo.Args(**flags)))
 
     return run
 
 
-def flags_of(name, folder):
-    on_ppo = name in ON_PPO
+def train_by_two(script, flags):
+    """Metrics of a run of the script on two processes."""
+    code, console = forked(script, flags)
+    assert code == 0 and "2 process(es)" in console, console
+    return read_metrics(Path(flags["output_dir"], flags["run_name"]))
+
+
+def resumed(train, name, at, **flags):
+    """Metrics of a run, after a check that one which ends after the iteration `at` and is resumed has the same."""
+    whole = train(name, **flags, run_name="whole")
+    train(name, **flags | {"total_iterations": at}, run_name="part")
+    assert untimed(train(name, **flags, run_name="part", resume=True)) == untimed(whole)
+    return whole
+
+
+def script_of(name):
+    """The script that a variant is made of."""
+    return ROOT / variants.read_patch(name)[1]
+
+
+def flags_of(name, folder, **changes):
+    """Flags of a short run of a variant. reward: one of those in TOY, by its name, or what --reward says."""
     flags = {"model": str(folder / "model"), "dataset": str(folder / "train.jsonl"), "track": "none", "lr": 1e-3}
-    flags |= {"reward": f"{folder}/toy.py:early", "microbatch_tokens": 128, "max_response_length": 12}
-    flags |= {"total_iterations": 3, "eval_every": 0, "eval_rows": 0, "save_every": 0, "minibatch_size": 8}
-    flags |= {"batch_size": 8, "critic_lr": 1e-3} if on_ppo else {"batch_size": 4, "group_size": 4}
+    flags |= {"reward": "early", "microbatch_tokens": 128, "max_response_length": 12, "minibatch_size": 8}
+    flags |= {"total_iterations": 3, "eval_every": 0, "eval_rows": 0, "save_every": 0}
+    flags |= {"batch_size": 8, "critic_lr": 1e-3} if name in ON_PPO else {"batch_size": 4, "group_size": 4}
     own = {
         "vc_ppo": {"critic_warmup_iterations": 1},
         "target_kl": {"ppo_epochs": 3, "target_kl": 1e-9},  # after the first step
         "lora_bf16": {"lora_rank": 2, "dtype": "bfloat16"},
-        "mask_truncated": {"temperature": 5.0, "max_response_length": 32},  # or no response ends, and nothing trains
+        "mask_truncated": SOME_END,  # or no response ends, and nothing trains
         "fp16": {"dtype": "float16"},
         "environment": {"environment": f"{folder}/toy.py:Echo", "reward": "environment", "max_response_length": 24},
     }
-    return flags | own.get(name, {})
+    flags |= own.get(name, {}) | changes
+    if flags["eval_rows"]:
+        flags.setdefault("eval_dataset", str(folder / "test.jsonl"))
+    if f"def {flags['reward']}(" in TOY:
+        flags["reward"] = f"{folder}/toy.py:{flags['reward']}"
+    return flags
 
 
 # ------------------------------------------------------------------------------------------------- patches as patches
@@ -125,15 +187,15 @@ def test_patches_are_small():
     assert statistics.median(hunks for *_, hunks in sizes) <= 5
 
 
+def ruff(*words):
+    done = subprocess.run([sys.executable, "-m", "ruff", *map(str, words)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 def test_variants_are_linted_and_formatted(folder):
-    files = [str(folder / f"{name}_llm.py") for name in NAMES]
-    for words in (["check"], ["format", "--check"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "ruff", *words, "--config", str(ROOT / "pyproject.toml"), *files],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout
+    files = [folder / f"{name}_llm.py" for name in NAMES]
+    ruff("check", "--config", ROOT / "pyproject.toml", *files)
+    ruff("format", "--check", "--config", ROOT / "pyproject.toml", *files)
 
 
 def test_a_stale_patch_names_its_hunk():
@@ -182,9 +244,7 @@ def test_a_changed_script_is_merged_three_ways(monkeypatch, tmp_path, capsys):
 
 def trains(path, flags):
     """Two processes: every metric is a number, and the sampler agrees with the training pass."""
-    code, console = forked(path, flags | {"run_name": path.stem, "eval_rows": 3})
-    assert code == 0 and "2 process(es)" in console, console
-    metrics = read_metrics(flags["output_dir"] / path.stem)
+    metrics = train_by_two(path, flags | {"run_name": path.stem, "eval_rows": 3})
     assert len(metrics) == 4 and all(torch.tensor(list(m.values())).isfinite().all() for m in metrics)
     trained = [m for m in metrics if "rollout/logprob_diff" in m]
     limit = {"bfloat16": 0.1, "float16": 1e-2}.get(flags.get("dtype"), 1e-5)
@@ -194,7 +254,7 @@ def trains(path, flags):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "vllm"])  # that one in test_vllm.py
 def test_two_processes_train(name, folder, tmp_path):
-    trains(folder / f"{name}_llm.py", flags_of(name, folder) | {"output_dir": tmp_path})
+    trains(folder / f"{name}_llm.py", flags_of(name, folder, output_dir=tmp_path))
 
 
 # ------------------------------------------------------------------------------------------ they stack, and are sharded
@@ -219,9 +279,8 @@ def test_what_stacks_is_a_script(stacked, tmp_path):
     for (file, change), (text, conflicts) in stacked.items():
         if not conflicts:
             (tmp_path / f"{file.removesuffix('.py')}_{change}.py").write_text(text)
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and len(list(tmp_path.iterdir())) > len(NAMES), done.stdout
+    assert len(list(tmp_path.iterdir())) > len(NAMES)
+    ruff("check", "--isolated", "--select", "F", tmp_path)
 
 
 # The second change in the file of the first. To add a pair is to add a line.
@@ -266,7 +325,6 @@ def test_pairs_train(pair, folder, stacked, tmp_path):
 NOT_SHARDED = {
     "lora_bf16": "it casts frozen layers, which are sharded there",
 }
-RUN_SHARDED = "cispo", "gspo", "dapo", "vc_ppo", "process_reward", "target_kl"
 
 
 @pytest.fixture(scope="module")
@@ -290,19 +348,143 @@ def test_a_variant_can_be_sharded(name, sharded):
         compile(text, name, "exec")
 
 
+# ------------------------------------------------------------------------------- ------------------- by two as by one
+
+
+def assert_close(ones, twos, rel, abs=1e-5):
+    for one, two in zip(untimed(ones), untimed(twos), strict=True):
+        assert two == pytest.approx(one, rel=rel, abs=abs)
+
+
+@pytest.fixture
+def agree(train, folder, tmp_path):
+    """agree(script, name, rel, **flags): two processes of the script have the metrics and the completions of one.
+
+    one: the script of the one process (unset: the variant). Returns the metrics.
+    """
+
+    def check(script, name, rel, one=None, **flags):
+        twos = train_by_two(script, flags_of(name, folder, **flags, output_dir=tmp_path / "two", run_name="run"))
+        ones = train(name, on=one, **flags, run_name="one")
+        assert_close(ones, twos, rel, max(1e-5, rel / 100))
+        for kind in "eval_*", "step_000001.jsonl":
+            for path in (tmp_path / "one" / "completions").glob(kind):
+                assert path.read_text() == (tmp_path / "two" / "run" / "completions" / path.name).read_text()
+        return ones
+
+    return check
+
+
+# Variant, how far its metrics may be apart, flags.
+BY_TWO = [
+    ("dapo", 2e-3, {"reward": "binary", "max_draws": 8}),
+    ("environment", 2e-3, {"eval_rows": 5, "total_iterations": 2}),
+    ("multi_reward", 2e-3, {"reward": "letters", "eval_rows": 1, "eval_every": 1}),
+    ("shared_critic", 2e-3, {}),
+    ("shared_critic", 2e-3, {"lora_rank": 4}),
+    ("bypass", 1e-4, {"old_logprobs": "corrected", "is_level": "sequence", "is_cap": 1.05}),
+    ("adaptive_kl", 1e-4, {"kl_reward_coef": 0.5, "kl_target": 1e-4, "kl_horizon": 20.0, "lr": 1e-2}),
+    ("top_p", 1e-4, {"top_p": 0.7, "top_k": 9}),
+    ("anneal", 1e-4, {"lr_schedule": "cosine"}),
+    ("kl_gradient", 1e-4, {"kl_reward_kind": "abs", "kl_loss_coef": 0.1, "kl_loss_kind": "k3+"}),
+    # Of one test row the second process has none, and (multi_reward) knows no name of a score from it.
+    ("pass_at_k", 1e-5, {"eval_rows": 1, "eval_every": 2, "eval_samples": 3, "total_iterations": 2}),
+    ("pass_at_k", 1e-5, {"eval_rows": 5, "eval_every": 2, "eval_samples": 3, "total_iterations": 2}),
+]
+SHARDED = [(name, 2e-3, {}) for name in ("cispo", "gspo", "dapo", "vc_ppo", "target_kl")]
+SHARDED += [("process_reward", 2e-3, {"reward": "pieces"})]
+EVALUATED = {"eval_rows": 5, "eval_every": 2}
+LONGER = EVALUATED | {"total_iterations": 4}
+ENDING = EVALUATED | SOME_END | {"batch_size": 8, "minibatch_size": 16}
+BOTH = [(name, 1e-5, LONGER) for name in ("entropy_tokens", "pass_at_k", "one_step_off")]
+BOTH += [(name, 1e-5, LONGER) for name in ("sapo", "dppo", "icepop", "cov")]
+BOTH += [(name, 1e-5, ENDING | {"reward": "binary"}) for name in ("maxrl", "optimal_baseline")]
+BOTH += [
+    ("mask_truncated", 1e-5, ENDING | {"entropy_coef": 0.05}),
+    ("self_distill", 1e-5, ENDING | {"reward": "binary", "distill_weight": 0.7}),
+]
+# A sampler that claims other log-probs, of each token by itself: whatever rows are beside it.
+OTHERWISE = """
+real = generate
+
+
+def generate(*args):
+    return [r._replace(logprobs=[x - 0.002 * (i % 5) for x, i in zip(r.logprobs, r.ids)]) for r in real(*args)]
+
+
+if __name__ == "__main__":
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUN_SHARDED)
-def test_a_sharded_variant_gives_its_metrics(name, sharded, folder, train, tmp_path):
-    path = folder / f"{name}_fsdp.py"
-    path.write_text(sharded(name)[0])
-    reward = {"reward": f"{folder}/toy.py:pieces"} if name == "process_reward" else {}
-    flags = flags_of(name, folder) | {"output_dir": tmp_path, "run_name": "sharded"} | reward
-    code, console = forked(path, flags)
-    assert code == 0, console
-    for a, b in zip(untimed(read_metrics(tmp_path / "sharded")), untimed(train(name, **reward)), strict=True):
-        assert a.keys() == b.keys()
-        for metric in a.keys() - {"rollout/logprob_diff"}:
-            assert a[metric] == pytest.approx(b[metric], rel=2e-3, abs=2e-5), metric
+@pytest.mark.parametrize("name, rel, flags", BY_TWO + BOTH)
+def test_by_two_as_by_one(name, rel, flags, agree, folder):
+    script = folder / f"{name}_llm.py"
+    if name == "bypass":
+        script = folder / "otherwise.py"
+        script.write_text(variants.patched(name).replace('\nif __name__ == "__main__":\n', OTHERWISE))
+    (before, *metrics) = agree(script, name, rel, one=script, **flags)
+    if name == "bypass":
+        assert all(1.02 < m["rollout/weight_mean"] < 1.05 and m["rollout/ess"] < 0.99999 for m in metrics)
+    if name == "pass_at_k":
+        assert before["eval/pass@2"] > before["eval/score_sampled"]
+    if flags.items() >= ENDING.items():
+        assert all(m["actor/grad_norm"] > 1e-3 and 0 < m["response/truncated_frac"] < 1 for m in metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, rel, flags", SHARDED + BOTH)
+def test_sharded_by_two_as_by_one(name, rel, flags, agree, sharded, folder):
+    script = folder / f"{name}_fsdp.py"
+    script.write_text(sharded(name)[0])
+    agree(script, name, rel, **flags)
+
+
+# --------------------------------------------------------------------------------------------- switched off, refused
+
+SHORT = {"batch_size": 8, "minibatch_size": 4, "ppo_epochs": 2, "total_iterations": 1}
+PENALTY = {"missing_eos_penalty": 0.3, "eval_rows": 3}
+NAMED = "score/score eval/score/score eval/score_sampled/score"
+# Variant, flags with which it does what its script does, what it logs besides.
+SWITCHED_OFF = [
+    ("dual_clip", SHORT | {"dual_clip": 1e9}, ""),
+    ("value_clip", SHORT | {"value_clip": 1e9}, ""),
+    ("target_kl", SHORT | {"target_kl": 1e9}, "actor/steps"),
+    ("process_reward", {}, ""),  # a number is a number
+    ("anneal", {"lr_schedule": "constant", "warmup_iterations": 2}, "actor/lr"),
+    ("entropy_tokens", {"entropy_share": 1.0}, "actor/entropy_threshold"),
+    ("multi_reward", PENALTY | {"scale_advantages": False}, NAMED),  # of a plain list
+    ("self_distill", {"reward": "binary", "distill_weight": 0.0}, "teacher/taught_frac teacher/kl"),
+]
+
+
+@pytest.mark.parametrize("name, off, more", SWITCHED_OFF)
+def test_switched_off_it_is_its_script(name, off, more, train):
+    """To the bit."""
+    plain = untimed(train(name, on=script_of(name), **off))
+    for ours, theirs in zip(untimed(train(name, **off)), plain, strict=True):
+        assert {metric: ours[metric] for metric in theirs} == theirs
+        own = ours.keys() - theirs.keys()
+        assert own <= {*more.split()} and all(ours[metric] != 0 for metric in own)
+
+
+REFUSED = [
+    ("bypass", "is_cap", 0.5, "--is_cap must be at least 1, but is 0.5"),
+    ("dual_clip", "dual_clip", 0.9, "--dual_clip must be at least 1, but is 0.9"),
+    ("one_step_off", "is_cap", 0.5, "--is-cap must be at least 1, but is 0.5"),
+    ("pass_at_k", "eval_samples", 0, "--eval_samples must be at least 1, but is 0"),
+    ("entropy_tokens", "entropy_share", 0.0, "--entropy_share must be above 0 and at most 1, but is 0.0"),
+    ("entropy_tokens", "entropy_share", 1.5, "--entropy_share must be above 0 and at most 1, but is 1.5"),
+    ("top_p", "top_p", 0.0, "--top-p must be above 0 and at most 1, but is 0.0"),
+    ("top_p", "top_p", 90.0, "--top-p must be above 0 and at most 1, but is 90.0"),
+]
+OF_NOTHING = "--kl-reward-coef, --kl-target and --kl-horizon must be above 0: a coefficient of 0 would stay 0"
+REFUSED += [("adaptive_kl", flag, 0.0, OF_NOTHING) for flag in ("kl_reward_coef", "kl_target", "kl_horizon")]
+
+
+@pytest.mark.parametrize("name, flag, value, sentence", REFUSED)
+def test_a_flag_out_of_its_range_is_refused(name, flag, value, sentence, train):
+    assert refusal(lambda: train(name, **{flag: value})) == f"error: {sentence}"
 
 
 # ---------------------------------------------------------------------------------------- what each one says it does
@@ -356,10 +538,8 @@ def test_plain_pg_is_the_policy_gradient(variant):
     assert torch.equal(found, -advantages)
 
 
-def test_vc_ppo_has_two_lambdas(train, variant, monkeypatch):
-    algo, calls = variant("vc_ppo"), []
-    real = algo.gae
-    monkeypatch.setattr(algo, "gae", lambda *args: calls.append((args, real(*args))) or calls[-1][1])
+def test_vc_ppo_has_two_lambdas(train, variant, spy):
+    calls = spy(variant("vc_ppo"), "gae")
     metrics = train("vc_ppo", total_iterations=2, kl_reward_coef=0.0)
     assert [args[4] for args, _ in calls] == [0.95, 1.0] * 2
     assert "actor/loss" not in metrics[1] and "actor/loss" in metrics[2]  # pretraining of the values, then both
@@ -378,38 +558,24 @@ def test_credit_goes_to_the_token_that_ends_the_piece(variant):
     assert "a piece that ends at 6, but the text has 5 characters" in refusal(lambda: credit(texts, [(6, 1.0)]))
 
 
-def test_process_rewards_stand_at_their_tokens(variant, train, folder, monkeypatch):
-    algo, calls = variant("process_reward"), []
-    real, real_batch, batches = algo.gae, algo.to_batch, []
-    monkeypatch.setattr(algo, "gae", lambda *args: calls.append(args) or real(*args))
-    monkeypatch.setattr(algo, "to_batch", lambda *args: batches.append(args) or real_batch(*args))
+def test_process_rewards_stand_at_their_tokens(variant, train, folder, spy):
+    algo = variant("process_reward")
+    calls, batches = spy(algo, "gae"), spy(algo, "to_batch")
     flags = {"total_iterations": 1, "kl_reward_coef": 0.0, "missing_eos_penalty": 0.5}
-    metrics = train("process_reward", reward=f"{folder}/toy.py:pieces", **flags)
-    rewards, _, mask, *_ = calls[0]
-    from transformers import AutoTokenizer
-
+    metrics = train("process_reward", reward="pieces", **flags)
+    (((rewards, _, mask, *_), _),) = calls
+    (((_, responses, _), _),) = batches
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    for row, valid, response in zip(rewards, mask, batches[0][1]):
+    for row, valid, response in zip(rewards, mask, responses):
         expected = [0.1 * (i > 2 and tokenizer.decode([i]) < "m") for i in response.ids]
         expected[-1] -= 0.5 * response.truncated
         assert torch.allclose(row[valid], torch.tensor(expected), atol=1e-6)
     assert metrics[1]["reward/total_mean"] == pytest.approx(metrics[1]["reward/mean"], abs=1e-6)
 
 
-def test_a_number_is_a_number_with_process_reward(train, folder):
-    plain, (name, changed) = load_script(ROOT / "ppo_llm.py"), ("process_reward", train("process_reward"))
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    flags = flags_of(name, folder) | {"output_dir": str(folder), "run_name": "plain"}
-    assert untimed(changed) == untimed(read_metrics(plain.main(plain.Args(**flags))))
-
-
-def test_dapo_trains_on_mixed_groups_only(variant, train, folder, monkeypatch):
-    algo, batches = variant("dapo"), []
-    real = algo.group_advantages
-    monkeypatch.setattr(algo, "group_advantages", lambda *args: batches.append(args[0].clone()) or real(*args))
-    metrics = train("dapo", reward=f"{folder}/toy.py:binary", max_draws=8, group_size=4, missing_eos_penalty=0.3)
+def test_dapo_trains_on_mixed_groups_only(variant, train, spy):
+    batches = spy(variant("dapo"), "group_advantages", lambda scores, *_: scores.clone())
+    metrics = train("dapo", reward="binary", max_draws=8, missing_eos_penalty=0.3)
     for scores, m in zip(batches, metrics[1:], strict=True):
         assert len(scores) == 16 == 4 * m["group/trained"] and 0 < m["reward/sampled_mean"] < 1
     assert max(m["group/generated"] for m in metrics[1:]) > 4 and max(m["group/zero_std_frac"] for m in metrics[1:]) > 0
@@ -417,63 +583,36 @@ def test_dapo_trains_on_mixed_groups_only(variant, train, folder, monkeypatch):
     assert all({round(x, 1) % 1 for x in scores.tolist()} <= {0.0, 0.7} for scores in batches)
 
 
-def test_dapo_without_a_group_takes_no_step(variant, train, folder, monkeypatch):
-    steps, real = [], torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: steps.append(1) or real(self, *args))
-    (folder / "constant.py").write_text("def reward(prompts, responses, answers):\n    return [1.0] * len(prompts)\n")
+def test_dapo_without_a_group_takes_no_step(train, spy):
+    steps = spy(torch.optim.AdamW, "step")
     # With a penalty that differs, which the filter does not see, and a KL loss that would train.
     flags = {"missing_eos_penalty": 0.5, "kl_loss_coef": 0.1, "max_draws": 2}
-    metrics = train("dapo", reward=f"{folder}/constant.py:reward", **flags)
+    metrics = train("dapo", reward="constant", **flags)
     assert not steps and [m["step"] for m in metrics] == [0, 1, 2, 3]
     for m in metrics[1:]:
         assert m["group/trained"] == 0 and m["group/generated"] == 8 and m["group/zero_std_frac"] == 1
         assert "actor/loss" not in m and "actor/grad_norm" not in m and m["reward/sampled_mean"] == 1
 
 
-def test_dapos_length_punishment(variant, train, monkeypatch):
-    algo = variant("dapo")
-
-    def scores(buffer, limit):
-        found, real = [], algo.group_advantages
-        with monkeypatch.context() as patch:
-            patch.setattr(algo, "group_advantages", lambda *args: found.append(args[0].clone()) or real(*args))
-            real_batch, lengths = algo.to_batch, []
-            patch.setattr(algo, "to_batch", lambda rows, r, d: lengths.append(r) or real_batch(rows, r, d))
-            train("dapo", overlong_buffer=buffer, max_response_length=limit, total_iterations=1)
-        return found[0], torch.tensor([len(x.ids) for x in lengths[0]])
-
-    (off, lengths), (on, same) = scores(0, 40), scores(25, 40)
+def test_dapos_length_punishment(variant, train, spy):
+    groups = spy(variant("dapo"), "group_advantages", lambda scores, *_: scores.clone())
+    batches = spy(variant("dapo"), "to_batch")
+    for overlong_buffer in 0, 25:
+        train("dapo", overlong_buffer=overlong_buffer, max_response_length=40, total_iterations=1)
+    off, on = groups
+    lengths, same = (torch.tensor([len(x.ids) for x in responses]) for (_, responses, _), _ in batches)
     assert torch.equal(lengths, same) and lengths.max() == 40 and len(lengths.unique()) >= 3
     assert torch.allclose(off - on, ((lengths - 15) / 25).clamp(0, 1), atol=1e-6)  # eq. 13
     assert off.min() >= 0  # nothing is subtracted where it is off
 
 
-@pytest.mark.slow
-def test_dapo_by_two_is_dapo_by_one(train, folder, tmp_path):
-    flags = {"reward": f"{folder}/toy.py:binary", "max_draws": 8, "minibatch_size": 8}
-    one = untimed(train("dapo", **flags))
-    code, console = forked(
-        folder / "dapo_llm.py", flags_of("dapo", folder) | flags | {"output_dir": tmp_path, "run_name": "two"}
-    )
-    assert code == 0, console
-    for a, b in zip(one, untimed(read_metrics(tmp_path / "two")), strict=True):
-        for metric in a.keys() - {"rollout/logprob_diff"}:
-            assert a[metric] == pytest.approx(b[metric], rel=2e-3, abs=2e-5), metric
-
-
-def test_two_turns_train_on_what_was_sampled(variant, train, folder, monkeypatch):
-    algo, batches, passes = variant("two_turns"), [], []
-    real, real_pass = algo.to_batch, algo.forward_all
-    monkeypatch.setattr(
-        algo, "to_batch", lambda *args: batches.append((args[0], args[1], real(*args))) or batches[-1][2]
-    )
-    monkeypatch.setattr(algo, "forward_all", lambda *args: passes.append(args) or real_pass(*args))
-    metrics = train("two_turns", reward=f"{folder}/toy.py:binary", max_response_length=16, total_iterations=2)
-    from transformers import AutoTokenizer
-
+def test_two_turns_train_on_what_was_sampled(variant, train, folder, spy):
+    algo = variant("two_turns")
+    batches, passes = spy(algo, "to_batch"), spy(algo, "forward_all")
+    metrics = train("two_turns", reward="binary", max_response_length=16, total_iterations=2)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     turn = tokenizer("\nThat is wrong, try again.\n", add_special_tokens=False)["input_ids"]
-    rows, responses, (tokens, mask, _, _) = batches[0]
+    (rows, responses, _), (tokens, mask, _, _) = batches[0]
     two = 0
     for row, response, valid in zip(rows, responses, mask):
         inserted = [i for i, x in enumerate(response.logprobs) if x == algo.NOT_SAMPLED]
@@ -488,44 +627,29 @@ def test_two_turns_train_on_what_was_sampled(variant, train, folder, monkeypatch
     assert 0 < two < len(rows) and metrics[1]["response/two_turns_frac"] == two / len(rows)
     assert all(m["rollout/logprob_diff"] < 1e-5 for m in metrics[1:])
     # Inserted tokens get no gradient: their log-probs are no part of the loss.
-    policy = passes[0][0]
-    embeddings = []
-    hook = policy.register_forward_hook(lambda _, args, output: embeddings.append(output[0]))
+    (policy, *_), _ = passes[0]
     logprobs, _ = policy(tokens, mask)
-    hook.remove()
     assert (logprobs[~mask] == 0).all() and (logprobs[mask] != 0).all()
 
 
-def test_replay_asks_again_and_resumes(train, folder, tmp_path, variant, monkeypatch):
-    algo, asked = variant("replay"), []
-    real = algo.compute_scores
-    monkeypatch.setattr(
-        algo,
-        "compute_scores",
-        lambda f, t, rows, r: (asked.append([row["prompts"] for row in rows][::4]), real(f, t, rows, r))[1],
-    )
-    flags = {"reward": f"{folder}/toy.py:binary", "total_iterations": 6, "save_every": 3, "batch_size": 8}
-    whole = train("replay", **flags, run_name="whole")
+def test_replay_asks_again_and_resumes(train, variant, spy):
+    asked = spy(variant("replay"), "compute_scores", lambda f, t, rows, r: [row["prompts"] for row in rows][::4])
+    flags = {"reward": "binary", "total_iterations": 6, "save_every": 3, "batch_size": 8}
+    whole = resumed(train, "replay", 3, **flags)
     assert any(m["group/replayed"] for m in whole[1:]) and any(m["group/failed"] for m in whole[1:])
     for before, after, m in zip(asked, asked[1:], whole[2:]):
         again = int(m["group/replayed"])
         assert again <= 4 and set(after[:again]) <= set(before)
-    train("replay", **flags | {"total_iterations": 3}, run_name="part")
-    resumed = train("replay", **flags, run_name="part", resume=True)
-    assert untimed(resumed) == untimed(whole)
 
 
-def test_distillation_rewards_each_token_with_the_teachers_surprise(variant, train, folder, monkeypatch):
-    algo, calls = variant("distill"), []
-    real = algo.kl_penalty
-    monkeypatch.setattr(algo, "kl_penalty", lambda *args: calls.append((args, real(*args))) or calls[-1][1])
+def test_distillation_rewards_each_token_with_the_teachers_surprise(variant, train, folder, spy):
+    algo = variant("distill")
+    calls, used = spy(algo, "kl_penalty"), spy(algo, "policy_loss")
     teacher = make_model(folder / "teacher", seed=7, hidden_size=48, num_attention_heads=4, head_dim=12)
-    used, real_loss = [], algo.policy_loss
-    monkeypatch.setattr(algo, "policy_loss", lambda *args: used.append(args) or real_loss(*args))
     metrics = train("distill", ref_model=teacher, total_iterations=12, lr=1e-2)
     (student, other, kind), kl = calls[0]
     assert kind == "k1" and torch.equal(kl, student - other) and kl.abs().max() > 0.1
-    _, _, advantages, *_ = used[0]
+    (_, _, advantages, *_), _ = used[0]
     assert set(advantages.flatten().tolist()) <= set((-kl).flatten().tolist())
     assert metrics[-1]["kl/mean"] < 0.8 * metrics[1]["kl/mean"]  # it learns from its own samples
     make_model(folder / "stranger", pad=None)
@@ -562,18 +686,14 @@ def scripted(algo, tokenizer, legs):
     return generate
 
 
-def test_a_tools_results_are_inserted(variant, train, folder, monkeypatch, tmp_path):
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer
-
-    make_model(folder / "tool_model")
+def test_a_tools_results_are_inserted(variant, train, folder, monkeypatch, tmp_path, spy):
+    model = make_model(folder / "tool_model")
     path = folder / "tool_model" / "tokenizer.json"
     content = json.loads(path.read_text())
     for old, new in (("q", "<"), ("w", ">"), ("v", "*"), ("z", "/")):  # characters that calls need
         content["model"]["vocab"][new] = content["model"]["vocab"].pop(old)
     path.write_text(json.dumps(content))
-    assert Tokenizer.from_file(str(path))
-    tokenizer, algo = AutoTokenizer.from_pretrained(folder / "tool_model"), variant("tool_call")
+    tokenizer, algo = AutoTokenizer.from_pretrained(model), variant("tool_call")
     call, question = "<calc>12*7</calc>", "the sum of 3 and 4?"
     answers = [
         f"a{call}84b",
@@ -582,31 +702,28 @@ def test_a_tools_results_are_inserted(variant, train, folder, monkeypatch, tmp_p
         "x<calc>7**7</calc>error.",
     ]
     data = write_rows(tmp_path / "one.jsonl", [{"question": question, "answer": "#### 1"}])
-    batches = []
-    real = algo.to_batch
-    monkeypatch.setattr(algo, "to_batch", lambda *args: batches.append(args[1]) or real(*args))
+    batches = spy(algo, "to_batch")
     monkeypatch.setattr(algo, "fail", lambda sentence: None)  # what is scripted is not what the model would sample
-    for answer in answers:
+
+    def answered(answer, max_response_length):
         monkeypatch.setattr(algo, "generate", scripted(algo, tokenizer, [question + answer]))
-        flags = {"model": str(folder / "tool_model"), "dataset": data, "total_iterations": 1}
-        metrics = train("tool_call", **flags, max_response_length=80, batch_size=2)
-        response = batches[-1][0]
-        inserted = [x == algo.NOT_SAMPLED for x in response.logprobs]
+        flags = {"model": model, "dataset": data, "total_iterations": 1, "batch_size": 2}
+        metrics = train("tool_call", **flags, max_response_length=max_response_length)
+        (_, (response, *_), _), _ = batches[-1]
+        return metrics[1], response, [x == algo.NOT_SAMPLED for x in response.logprobs]
+
+    for answer in answers:
+        m, response, inserted = answered(answer, 80)
         assert tokenizer.decode(response.ids[:-1]) == answer and not response.truncated
         parts = re.split(r"(?<=</calc>)(84|error)", answer) if "</calc>" in answer else [answer]
-        expected = [i % 2 == 1 for i, part in enumerate(parts) for _ in part]
-        assert inserted == [*expected, False]
-        assert metrics[1]["response/calls_mean"] == len(parts) // 2
-    monkeypatch.setattr(algo, "generate", scripted(algo, tokenizer, [question + answers[1]]))
-    train("tool_call", **flags, max_response_length=30, batch_size=2)  # sampled tokens count, inserted ones do not
-    response = batches[-1][0]
-    assert response.truncated and sum(x != algo.NOT_SAMPLED for x in response.logprobs) == 30
+        assert inserted == [*(i % 2 == 1 for i, part in enumerate(parts) for _ in part), False]
+        assert m["response/calls_mean"] == len(parts) // 2
+    _, response, inserted = answered(answers[1], 30)
+    assert response.truncated and inserted.count(False) == 30  # sampled tokens count, inserted ones do not
 
 
 def test_shared_prompts_want_full_attention(variant, tmp_path):
     """In a hybrid, or within a window, siblings would read each other without a word."""
-    from transformers import AutoModelForCausalLM
-
     families = load_script(ROOT / "benchmarks" / "campaigns" / "families.py")
     for name in "lfm2", "mistral":
         families.make_model(name, tmp_path / name)
@@ -615,8 +732,6 @@ def test_shared_prompts_want_full_attention(variant, tmp_path):
 
 
 def test_shared_prompts_give_the_same_gradients(variant, train, folder):
-    from transformers import AutoModelForCausalLM
-
     stream = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 40, (n,), generator=stream).tolist() for n in (7, 7, 1, 12)]
     prompts[1][:6] = prompts[0][:6]  # equal but for the last token
@@ -648,20 +763,17 @@ def test_shared_prompts_give_the_same_gradients(variant, train, folder):
 
 def test_a_judge_reads_the_rubric(folder, monkeypatch):
     import judge
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     monkeypatch.setenv("JUDGE_MODEL", str(folder / "model"))
     monkeypatch.setenv("JUDGE_RUBRIC", "q {prompt} r {response} a {answer}?")
     monkeypatch.setenv("JUDGE_BATCH", "2")
     judge.load.cache_clear()
     found = judge.judge(["what", "is", "x"], ["one", "two two", "y"], ["1", "2", "3"])
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(folder / "model"),
-        AutoModelForCausalLM.from_pretrained(folder / "model"),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    yes = tokenizer(" Yes", add_special_tokens=False)["input_ids"]
     for score, text in zip(found, ("q what r one a 1?", "q is r two two a 2?", "q x r y a 3?"), strict=True):
         asked = tokenizer(text)["input_ids"]
-        yes = tokenizer(" Yes", add_special_tokens=False)["input_ids"]
         logprobs = model(torch.tensor([asked + yes])).logits[0].log_softmax(-1)
         expected = sum(logprobs[len(asked) - 1 + i, token].item() for i, token in enumerate(yes))
         assert score == pytest.approx(expected, abs=1e-4)
@@ -684,13 +796,11 @@ def test_length_control(monkeypatch):
 def test_files_of_their_own_run_on_two_processes(name, folder, tmp_path):
     """With their defaults: the embedded model is the judge."""
     place = ROOT / "notes" / "variants" / f"{name}.py"
-    flags = flags_of("replay", folder) | {"output_dir": tmp_path, "run_name": "run"}
-    flags |= {} if name == "cispo" else {"reward": f"{place}:{name}"}
-    code, console = forked(place if name == "cispo" else ROOT / "grpo_llm.py", flags)
-    assert code == 0, console
-    metrics = read_metrics(tmp_path / "run")
+    script = place if name == "cispo" else ROOT / "grpo_llm.py"
+    reward = {} if name == "cispo" else {"reward": f"{place}:{name}"}
+    metrics = train_by_two(script, flags_of("replay", folder, output_dir=tmp_path, run_name="run", **reward))
     assert len(metrics) == 4 and metrics[1]["reward/std"] > 0
-    assert (tmp_path / "run" / (f"{name}.py" if name == "cispo" else "grpo_llm.py")).exists()
+    assert (tmp_path / "run" / script.name).exists()
 
 
 def test_the_list_of_variants_is_complete():
@@ -708,25 +818,13 @@ def test_the_list_of_variants_is_complete():
 # --- bypass
 
 
-def by_ppo(name, folder, tmp_path, **changes):
-    """Metrics of ppo_llm.py itself, with the flags of a variant's tests."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    flags = flags_of(name, folder) | {"output_dir": str(tmp_path), "run_name": f"ppo{len(list(tmp_path.iterdir()))}"}
-    plain = load_script(ROOT / "ppo_llm.py")
-    return read_metrics(plain.main(plain.Args(**flags | changes)))
-
-
 def told_otherwise(algo, monkeypatch, gap):
     """From now on the sampler claims log-probs that are lower by twice `gap` in every other response."""
     real = algo.generate
 
     def generate(*args):
-        responses = real(*args)
-        for i, response in enumerate(responses[::2]):
-            responses[2 * i] = response._replace(logprobs=[x - 2 * gap for x in response.logprobs])
-        return responses
+        gaps = itertools.cycle([2 * gap, 0])
+        return [r._replace(logprobs=[x - g for x in r.logprobs]) for r, g in zip(real(*args), gaps)]
 
     monkeypatch.setattr(algo, "generate", generate)
 
@@ -742,22 +840,21 @@ def test_bypass_weights(variant):
     assert torch.allclose(sequence, torch.tensor([[1.5, 1.5, 1.5, -torch.inf], [20.0] * 4]).exp())  # clamped at 20
 
 
-def test_bypass_corrects_for_the_sampler(variant, train, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
+def test_bypass_corrects_for_the_sampler(variant, train, monkeypatch):
     flags = {"total_iterations": 1, "temperature": 0.9, "kl_reward_coef": 0.0}
-    plain = untimed(by_ppo("bypass", folder, tmp_path, **flags))[1]
+    plain = untimed(train("bypass", on=script_of("bypass"), **flags))[1]
     told_otherwise(variant("bypass"), monkeypatch, 0.005)
     rollout = train("bypass", **flags)[1]
     token = train("bypass", old_logprobs="corrected", **flags)[1]
     sequence = train("bypass", old_logprobs="corrected", is_level="sequence", **flags)[1]
     capped = train("bypass", old_logprobs="corrected", is_cap=1.0, **flags)[1]
-    for metrics in rollout, token, sequence, capped:  # of the training pass, whatever the old log-probs are
-        assert metrics["rollout/logprob_diff"] == pytest.approx(0.005, rel=1e-3)
     assert rollout["response/length_mean"] == 12  # of all, so that half of the tokens have the weight
     for metrics, weight in (rollout, 1), (token, math.exp(0.01)), (sequence, math.exp(0.12)), (capped, 1):
         average, square = (1 + weight) / 2, (1 + weight**2) / 2
         assert metrics["rollout/weight_mean"] == pytest.approx(average, rel=1e-5)
         assert metrics["rollout/ess"] == pytest.approx(average**2 / square, rel=1e-5)
+        # Of the training pass, whatever the old log-probs are.
+        assert metrics["rollout/logprob_diff"] == pytest.approx(0.005, rel=1e-3)
     assert rollout["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.01)) / 2) and token["actor/ratio_mean"] == 1
     # Where nothing is clipped or capped they have the same gradient, and not that of ppo_llm.py.
     assert token["actor/grad_norm"] == pytest.approx(rollout["actor/grad_norm"], rel=1e-5)
@@ -767,14 +864,13 @@ def test_bypass_corrects_for_the_sampler(variant, train, folder, tmp_path, monke
     assert {name: capped[name] for name in same} == pytest.approx({name: plain[name] for name in same}, 1e-5, 1e-6)
 
 
-def test_bypass_without_a_pass(variant, train, monkeypatch):
-    algo, passes = variant("bypass"), []
-    real = algo.forward_all
-    monkeypatch.setattr(algo, "forward_all", lambda module, *args: passes.append(module) or real(module, *args))
+def test_bypass_without_a_pass(variant, train, spy):
+    algo = variant("bypass")
+    passes = spy(algo, "forward_all", lambda module, *_: type(module))
     for old_logprobs, count in ("rollout", 0), ("corrected", 2):
         passes.clear()
         train("bypass", old_logprobs=old_logprobs, kl_reward_coef=0.0, total_iterations=2)
-        assert sum(isinstance(module, algo.Policy) for module in passes) == count
+        assert passes.count(algo.Policy) == count
 
 
 @pytest.mark.parametrize("old_logprobs", ["rollout", "corrected"])
@@ -782,7 +878,6 @@ def test_bypass_refuses_another_sampler(variant, train, monkeypatch, old_logprob
     told_otherwise(variant("bypass"), monkeypatch, 0.02)
     said = refusal(lambda: train("bypass", old_logprobs=old_logprobs))
     assert "sampler and training pass differ by 0.02" in said
-    assert refusal(lambda: train("bypass", is_cap=0.5)) == "error: --is_cap must be at least 1, but is 0.5"
 
 
 # --- adaptive_kl
@@ -805,10 +900,10 @@ def test_the_kl_controller(variant):
     assert controller.coef == pytest.approx(0.01941 * 0.8, rel=1e-3)
 
 
-def test_the_kl_coefficient_follows_and_resumes(train, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
+def test_the_kl_coefficient_follows_and_resumes(train, tmp_path):
     flags = {"kl_reward_coef": 0.5, "kl_target": 1e-4, "kl_horizon": 20.0, "critic_warmup_iterations": 1}
     flags |= {"total_iterations": 5, "save_every": 4, "lr": 1e-2}
+    ppo = script_of("adaptive_kl")
     whole = train("adaptive_kl", **flags, run_name="whole")
     coefs = [m["kl/coef"] for m in whole[1:]]
     assert coefs[:2] == [0.5] * 2 and "actor/loss" not in whole[1]  # not steered while the actor does not move
@@ -822,17 +917,10 @@ def test_the_kl_coefficient_follows_and_resumes(train, folder, tmp_path, monkeyp
     assert untimed(train("adaptive_kl", **flags, run_name="part", resume=True)) == untimed(whole)
 
     # A run that is not adaptive has the coefficient of its flag, whatever the checkpoint says; and the reverse.
-    own = {name: value for name, value in flags.items() if name not in ("kl_target", "kl_horizon")}
-    plain = by_ppo("adaptive_kl", folder, tmp_path, **own, run_name="mixed", resume=True)
+    plain = train("adaptive_kl", on=ppo, **flags, run_name="mixed", resume=True)
     assert coefs[4] != 0.5 and coefficient(plain[5]) == pytest.approx(0.5, rel=1e-3)
-    by_ppo("adaptive_kl", folder, tmp_path, **own | {"total_iterations": 4}, run_name="plain")
+    train("adaptive_kl", on=ppo, **flags | {"total_iterations": 4}, run_name="plain")
     assert train("adaptive_kl", **flags, run_name="plain", resume=True)[5]["kl/coef"] == 0.5
-
-
-@pytest.mark.parametrize("name", ["kl_reward_coef", "kl_target", "kl_horizon"])
-def test_an_adaptive_kl_of_nothing_is_refused(train, name):
-    said = refusal(lambda: train("adaptive_kl", **{name: 0.0}))
-    assert "--kl-reward-coef, --kl-target and --kl-horizon must be above 0" in said
 
 
 # --- top_p
@@ -867,18 +955,14 @@ def test_top_p_and_top_k_cut_the_tail(variant):
     assert (tokens.item(), logprobs.item()) == (1, 0)
 
 
-def test_top_p_cuts_in_training_alone_and_is_guarded(variant, train, folder, monkeypatch):
+def test_top_p_cuts_in_training_alone_and_is_guarded(variant, train, monkeypatch):
     algo = variant("top_p")
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    flags = {"eval_dataset": f"{folder}/test.jsonl", "eval_rows": 5, "total_iterations": 2, "max_response_length": 16}
+    flags = {"eval_rows": 5, "total_iterations": 2, "max_response_length": 16}
     whole = train("top_p", **flags)
     cut = train("top_p", **flags, top_p=0.6, top_k=20)
     assert untimed(whole)[0] == untimed(cut)[0] and "eval/score_sampled" in cut[0]  # evaluation cuts nothing
     for m in cut[1:]:  # of the probability 0.6 or more is kept, and scaled up
         assert 0.05 < m["rollout/logprob_diff"] < 1 and whole[1]["rollout/logprob_diff"] < 1e-5
-    for share in 0.0, 90.0:
-        said = refusal(lambda share=share: train("top_p", top_p=share))
-        assert said == f"error: --top-p must be above 0 and at most 1, but is {share}"
 
     real = algo.sample_tokens
     for change in (lambda x: x * 1.5, lambda x: x / 1.5, lambda x: x + torch.nan):  # a sampler of other probabilities
@@ -899,19 +983,12 @@ def test_schedules(variant):
     assert schedule("linear", 2, 2, 2) == schedule("cosine", 1, 1, 0) == 1
 
 
-def test_both_learning_rates_fall(train, folder, tmp_path, monkeypatch):
-    rates, real = [], torch.optim.AdamW.step
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    monkeypatch.setattr(
-        torch.optim.AdamW, "step", lambda self, *args: rates.append(self.param_groups[0]["lr"]) or real(self, *args)
-    )
+def test_both_learning_rates_fall(train, spy):
+    rates = spy(torch.optim.AdamW, "step", lambda optimizer, *_: optimizer.param_groups[0]["lr"])
     metrics = train("anneal", total_iterations=5, warmup_iterations=1, lr=1e-3, critic_lr=2e-3)
     factors = [1, 1, 0.75, 0.5, 0.25]
     assert rates[::2] == pytest.approx([1e-3 * x for x in factors]) == [m["actor/lr"] for m in metrics[1:]]
     assert rates[1::2] == pytest.approx([2e-3 * x for x in factors])
-    constant = untimed(train("anneal", lr_schedule="constant", warmup_iterations=2))
-    for mine, plain in zip(constant, untimed(by_ppo("anneal", folder, tmp_path, warmup_iterations=2)), strict=True):
-        assert mine.pop("actor/lr", None) != 0 and mine == plain
 
 
 # --- kl_gradient
@@ -946,66 +1023,8 @@ def test_k1_plus_in_the_loss_trains_as_k2(train):
         assert b["actor/grad_norm"] != c["actor/grad_norm"]
 
 
-LEFT = {  # what left the scripts in 0.3
-    "bypass": {"old_logprobs": "corrected", "is_level": "sequence", "is_cap": 1.05},
-    "adaptive_kl": {"kl_reward_coef": 0.5, "kl_target": 1e-4, "kl_horizon": 20.0, "lr": 1e-2},
-    "top_p": {"top_p": 0.7, "top_k": 9},
-    "anneal": {"lr_schedule": "cosine"},
-    "kl_gradient": {"kl_reward_kind": "abs", "kl_loss_coef": 0.1, "kl_loss_kind": "k3+"},
-}
 # A sampler that claims other log-probs, of each token by itself: whatever rows are beside it.
-OTHERWISE = """
-import bypass_llm
-
-real = bypass_llm.generate
-
-
-def generate(*args):
-    return [r._replace(logprobs=[x - 0.002 * (i % 5) for x, i in zip(r.logprobs, r.ids)]) for r in real(*args)]
-
-
-bypass_llm.generate = generate
-if __name__ == "__main__":
-    bypass_llm.main(bypass_llm.parse_args())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LEFT)
-def test_by_two_as_by_one(name, folder, tmp_path):
-    script = folder / f"{name}_llm.py"
-    if name == "bypass":
-        script = folder / "otherwise.py"
-        script.write_text(OTHERWISE)
-    found = []
-    for processes in 1, 2:
-        flags = flags_of(name, folder) | LEFT[name] | {"output_dir": tmp_path, "run_name": str(processes)}
-        code, console = forked(script, flags, processes)
-        assert code == 0 and f"{processes} process(es)" in console, console
-        found.append(untimed(read_metrics(tmp_path / str(processes))))
-    for one, two in zip(*found, strict=True):
-        assert one.keys() == two.keys()
-        for metric in one:
-            assert one[metric] == pytest.approx(two[metric], rel=1e-4, abs=1e-5), metric
-    if name == "bypass":
-        assert all(1.02 < m["rollout/weight_mean"] < 1.05 and m["rollout/ess"] < 0.99999 for m in found[0][1:])
-
-
 # --- dual_clip
-
-
-def assert_is_ppo(name, train, folder, tmp_path, **off):
-    """With these flags the variant has ppo_llm.py's metrics to the bit."""
-    from accelerate.state import AcceleratorState
-
-    flags = {"batch_size": 8, "minibatch_size": 4, "ppo_epochs": 2, "total_iterations": 1}
-    changed = train(name, **flags, **off)
-    AcceleratorState._reset_state(True)
-    plain = load_script(ROOT / "ppo_llm.py")
-    flags |= {"output_dir": str(tmp_path), "run_name": "plain"}
-    metrics = read_metrics(plain.main(plain.Args(**flags_of("dual_clip", folder) | flags)))
-    for ours, theirs in zip(untimed(changed), untimed(metrics), strict=True):
-        assert {metric: ours[metric] for metric in theirs} == theirs
 
 
 def test_dual_clip_cuts_the_loss_of_bad_tokens_alone(variant):
@@ -1026,13 +1045,10 @@ def test_dual_clip_cuts_the_loss_of_bad_tokens_alone(variant):
     assert clipped[6:12].tolist() == [True, False, False, False, True, True]  # at 2.9 not yet, at 3.1 cut
 
 
-def test_dual_clip_in_a_run(train, folder, tmp_path):
-    assert_is_ppo("dual_clip", train, folder, tmp_path, dual_clip=1e9)
+def test_dual_clip_in_a_run(train):
     flags = {"batch_size": 8, "minibatch_size": 4, "ppo_epochs": 3, "lr": 0.03, "total_iterations": 1}
     cut, free = train("dual_clip", **flags, dual_clip=1.01)[1], train("dual_clip", **flags, dual_clip=1e9)[1]
     assert cut["actor/clipfrac"] > 0.01 + free["actor/clipfrac"] and cut["actor/loss"] < free["actor/loss"]
-    said = refusal(lambda: train("dual_clip", dual_clip=0.9))
-    assert said == "error: --dual_clip must be at least 1, but is 0.9"
 
 
 # --- value_clip
@@ -1047,15 +1063,12 @@ def test_value_clip_pushes_no_value_far(variant):
     assert torch.allclose(slopes, torch.tensor([-0.9, 0, -1.5, 0, 0.2]))
 
 
-def test_value_clip_in_a_run(variant, train, folder, tmp_path, monkeypatch):
-    assert_is_ppo("value_clip", train, folder, tmp_path, value_clip=1e9)
-    algo, calls, batches = variant("value_clip"), [], []
-    real, real_gae = algo.value_loss, algo.gae
-    monkeypatch.setattr(algo, "value_loss", lambda *args: calls.append(args) or real(*args))
-    monkeypatch.setattr(algo, "gae", lambda *args: batches.append(args) or real_gae(*args))
+def test_value_clip_in_a_run(variant, train, spy):
+    losses, advantages = spy(variant("value_clip"), "value_loss"), spy(variant("value_clip"), "gae")
     train("value_clip", ppo_epochs=2, microbatch_tokens=10_000, total_iterations=1, value_clip=0.01)
-    assert [args[3] for args in calls] == [0.01] * 2
-    (_, values, *_), (first, second) = batches[0], calls
+    (_, values, *_), _ = advantages[0]
+    first, second = [args for args, _ in losses]
+    assert first[3] == second[3] == 0.01
     assert torch.equal(first[1], second[1]) and values[values != 0].sum() == first[1].sum()  # phase 4's in both epochs
     assert torch.equal(first[0], first[1]) and (second[0] - second[1]).abs().max() > 0.01  # from there they moved
 
@@ -1063,22 +1076,19 @@ def test_value_clip_in_a_run(variant, train, folder, tmp_path, monkeypatch):
 # --- target_kl
 
 
-def test_target_kl_leaves_out_steps_and_their_loss(variant, train, folder, tmp_path, monkeypatch):
-    assert_is_ppo("target_kl", train, folder, tmp_path, target_kl=1e9)
-    algo, shares, weights, trained = variant("target_kl"), [], [], []
-    real, real_step = algo.aggregate, torch.optim.AdamW.step
+def test_target_kl_leaves_out_steps_and_their_loss(variant, train, monkeypatch, spy):
+    shares, weights, trained, real_step = spy(variant("target_kl"), "aggregate"), [], [], torch.optim.AdamW.step
 
     def step(optimizer, *args):
         real_step(optimizer, *args)
         trained.append(optimizer.param_groups[0]["params"])
         weights.append([p.detach().clone() for p in trained[-1]])
 
-    monkeypatch.setattr(algo, "aggregate", lambda *args: shares.append(real(*args)) or shares[-1])
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     flags = {"batch_size": 16, "minibatch_size": 4, "microbatch_tokens": 10_000, "ppo_epochs": 2, "total_iterations": 1}
     free = train("target_kl", **flags, target_kl=1e9)[1]
     assert free["actor/steps"] == 8 and len(shares) == len(weights) == 16  # of actor and critic
-    losses, policies = [share.item() for share in shares[:8]], weights[:8]
+    losses, policies = [share.item() for _, share in shares[:8]], weights[:8]
     # The first step changes nothing before it is taken: its KL is 0. Every later minibatch has one.
     stopped = train("target_kl", **flags, target_kl=1e-9)[1]
     assert stopped["actor/steps"] == 1 and len(weights) == 16 + 1 + 8 and len(shares) == 16 + 2 + 8
@@ -1092,46 +1102,29 @@ def test_target_kl_leaves_out_steps_and_their_loss(variant, train, folder, tmp_p
 def test_target_kl_stops_two_processes_together(train, folder, tmp_path):
     """At a minibatch in the middle, whose KL differs on the two."""
     flags = {"batch_size": 16, "minibatch_size": 4, "ppo_epochs": 3, "target_kl": 3e-3, "lr": 3e-4}
-    one = untimed(train("target_kl", **flags))
+    one = train("target_kl", **flags)
     assert {m["actor/steps"] for m in one[1:]} - {1, 12}
-    flags = flags_of("target_kl", folder) | flags | {"output_dir": str(tmp_path), "run_name": "two"}
+    flags = flags_of("target_kl", folder, **flags, output_dir=str(tmp_path), run_name="two")
     two, _ = run_ranks(2, ranks.train, str(folder / "target_kl_llm.py"), [(flags, {})], timeout=60)
-    for a, b in zip(one, untimed(two[0]["metrics"]), strict=True):
-        for metric in a.keys() - {"rollout/logprob_diff"}:
-            assert a[metric] == pytest.approx(b[metric], rel=1e-4, abs=1e-6), metric
+    assert_close(one, two[0]["metrics"], rel=1e-4, abs=1e-6)
 
 
 # --- lora_bf16
 
 
 @pytest.mark.parametrize("rank, tied", [(2, False), (2, True), (0, False)])
-def test_lora_bf16_is_the_same_to_the_bit(variant, folder, tmp_path, monkeypatch, rank, tied):
+def test_lora_bf16_is_the_same_to_the_bit(folder, train, spy, rank, tied):
     """Log-probs, values and gradients of two iterations; without LoRA the reference is what is frozen."""
-    from accelerate.state import AcceleratorState
-
     model = make_model(folder / f"tied_{tied}", tie_word_embeddings=tied)
     found = []
-    for algo in (load_script(ROOT / "ppo_llm.py"), variant("lora_bf16")):
-        AcceleratorState._reset_state(True)
-        outputs, modules = [], []
-        real, real_clip, real_wrapped = algo.forward_all, torch.nn.utils.clip_grad_norm_, algo.Policy.__init__
-
-        def clip(parameters, norm, outputs=outputs, real=real_clip):
-            parameters = [*parameters]
-            outputs.extend(p.grad.clone() for p in parameters if p.grad is not None)
-            return real(parameters, norm)
-
-        def init(self, model, *args, modules=modules, real=real_wrapped):
-            real(self, model, *args)
-            modules.append(model)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(algo, "forward_all", lambda *a, r=real, o=outputs: o.append(r(*a)) or o[-1])
-            patch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
-            patch.setattr(algo.Policy, "__init__", init)
-            flags = flags_of("lora_bf16", folder) | {"model": model, "lora_rank": rank, "total_iterations": 2}
-            run_dir = algo.main(algo.Args(**flags | {"output_dir": str(tmp_path), "run_name": f"{len(found)}"}))
-        found.append((outputs, untimed(read_metrics(run_dir)), modules[-1]))  # the reference comes last
+    for script in script_of("lora_bf16"), folder / "lora_bf16_llm.py":
+        algo = load_script(script)
+        passes = spy(algo, "forward_all")
+        modules = spy(algo.Policy, "__init__", lambda policy, model, *_: model)
+        gradients = spy(algo, "sum_gradients", lambda parameters: [p.grad.clone() for p in parameters])
+        metrics = train("lora_bf16", on=script, model=model, lora_rank=rank, total_iterations=2)
+        outputs = [*(output for _, output in passes), *itertools.chain(*gradients)]
+        found.append((outputs, untimed(metrics), modules[-1]))  # the reference comes last
     (theirs, plain, before), (ours, changed, after) = found
     assert len(ours) > 10 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)) and plain == changed
     assert {p.dtype for p in before.parameters()} == {torch.float32}
@@ -1149,8 +1142,6 @@ REWARD_TEXTS = ["", "a", "ab c", "one two three four", "what is it?", "x" * 33, 
 
 
 def make_classifier(folder, arch="llama", pad="<pad>", template=None, **config):
-    from transformers import AutoModelForSequenceClassification
-
     config = {"auto_class": AutoModelForSequenceClassification, "num_labels": 1, "seed": 3, "pad": pad} | config
     make_model(folder, arch, **config)
     tokenizer = make_tokenizer(pad)
@@ -1164,7 +1155,6 @@ def classify(monkeypatch):
     """classify(folder, texts, batch): (scores by the reward file, by the classifier one row at a time)."""
     monkeypatch.setenv("REWARD_MODEL", "set below")
     import reward_model
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     def run(folder, texts, batch, wanted=None):
         monkeypatch.setattr(reward_model, "NAME", folder)
@@ -1183,16 +1173,17 @@ def classify(monkeypatch):
     reward_model.load.cache_clear()
 
 
-def test_what_a_reward_model_cannot_read_is_named(classify, tmp_path):
-    folder = make_classifier(tmp_path / "rm", "gpt2", "<pad>")
-    with pytest.raises(ValueError, match=r"reads \d+ tokens, a prompt with its response has \d{4,}"):
-        classify(folder, ["short", "abc" * 2000], 4)
+# Architecture, padding token of the model, and how its tokenizer was saved.
+CLASSIFIERS = [("llama", "<pad>", {}), ("llama", "<eos>", {}), ("llama", None, {}), ("gpt2", "<pad>", {})]
+CLASSIFIERS += [("llama", "<pad>", {"padding_side": side, "pad_token": "<eos2>"}) for side in ("left", "right")]
 
 
-@pytest.mark.parametrize("arch, pad", [("llama", "<pad>"), ("llama", "<eos>"), ("llama", None), ("gpt2", "<pad>")])
-def test_a_reward_model_scores_as_row_by_row(classify, tmp_path, arch, pad):
+@pytest.mark.parametrize("arch, pad, saved", CLASSIFIERS)
+def test_a_reward_model_scores_as_row_by_row(classify, tmp_path, arch, pad, saved):
     """Rows of unequal lengths, one of them twice; one by one to the bit. Some texts end in the padding token."""
     folder = make_classifier(tmp_path / "rm", arch, pad)
+    if saved:
+        AutoTokenizer.from_pretrained(folder, **saved).save_pretrained(folder)
     texts = [*REWARD_TEXTS, "then<pad>", "then<eos>"]
     found, expected = classify(folder, texts, 1)
     assert found == expected and max(found) - min(found) > 0.1
@@ -1210,26 +1201,8 @@ def test_a_reward_model_reads_chats_by_its_own_template(classify, tmp_path):
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_how_a_reward_models_tokenizer_pads_is_all_one(classify, tmp_path, side):
-    from transformers import AutoTokenizer
-
-    folder = make_classifier(tmp_path / "rm")
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side, pad_token="<eos2>")
-    tokenizer.save_pretrained(folder)
-    found, expected = classify(folder, REWARD_TEXTS, 16)
-    assert found == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_reward_models_rows_are_sorted_and_few_passes(classify, tmp_path, monkeypatch):
-    from transformers import LlamaForSequenceClassification
-
-    shapes, real = [], LlamaForSequenceClassification.forward
-    monkeypatch.setattr(
-        LlamaForSequenceClassification,
-        "forward",
-        lambda self, tokens, **options: shapes.append(tuple(tokens.shape)) or real(self, tokens, **options),
-    )
+def test_a_reward_models_rows_are_sorted_and_few_passes(classify, tmp_path, spy):
+    shapes = spy(LlamaForSequenceClassification, "forward", lambda model, tokens, **_: tuple(tokens.shape))
     classify(make_classifier(tmp_path / "rm"), REWARD_TEXTS, 4)
     assert shapes[:2] == [(4, 8), (3, 36)]  # seven distinct texts after "ask": "", a, ab c, 12345 | the others
 
@@ -1247,11 +1220,17 @@ def test_a_reward_model_in_bfloat16_has_a_head_in_float32(classify, tmp_path):
     assert torch.tensor(scores).bfloat16().tolist() != scores
 
 
-def test_what_is_no_reward_model_is_refused(classify, tmp_path):
-    with pytest.raises(ValueError, match=r"one label .*score\.weight"):
-        classify(make_model(tmp_path / "lm"), ["a"], 1)
-    with pytest.raises(ValueError, match=r"one label \(labels: 2"):
-        classify(make_classifier(tmp_path / "rm", num_labels=2), ["a"], 1)
+NO_REWARD_MODEL = [
+    (make_model, {}, ["a"], r"one label .*score\.weight"),
+    (make_classifier, {"num_labels": 2}, ["a"], r"one label \(labels: 2"),
+    (make_classifier, {"arch": "gpt2"}, ["short", "abc" * 2000], r"reads \d+ tokens, a prompt with .* has \d{4,}"),
+]
+
+
+@pytest.mark.parametrize("make, config, texts, said", NO_REWARD_MODEL)
+def test_what_is_no_reward_model_or_cannot_read_a_text_is_refused(classify, tmp_path, make, config, texts, said):
+    with pytest.raises(ValueError, match=said):
+        classify(make(tmp_path / "rm", **config), texts, 4)
 
 
 def test_a_reward_model_in_a_run(classify, train, tmp_path, monkeypatch):
@@ -1277,43 +1256,49 @@ def test_a_reward_model_on_two_processes(folder, tmp_path):
         f"import os, sys\n\nos.environ['REWARD_MODEL'] = {model!r}\n"
         f"sys.path.insert(0, {str(ROOT / 'notes' / 'variants')!r})\nfrom reward_model import reward_model\n"
     )
-    flags = flags_of("replay", folder) | {"reward": f"{tmp_path}/scorer.py:reward_model", "total_iterations": 1}
-    code, console = forked(ROOT / "grpo_llm.py", flags | {"output_dir": tmp_path, "run_name": "two"})
+    flags = {"reward": f"{tmp_path}/scorer.py:reward_model", "total_iterations": 1, "output_dir": tmp_path}
+    two = train_by_two(ROOT / "grpo_llm.py", flags_of("replay", folder, **flags, run_name="two"))
+    code, console = forked(ROOT / "grpo_llm.py", flags_of("replay", folder, **flags, run_name="one"), 1)
     assert code == 0, console
-    code, console = forked(ROOT / "grpo_llm.py", flags | {"output_dir": tmp_path, "run_name": "one"}, 1)
-    assert code == 0, console
-    one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
+    one = read_metrics(tmp_path / "one")
     assert one[1]["reward/std"] > 0.1
-    for metric in untimed(one)[1]:
-        assert one[1][metric] == pytest.approx(two[1][metric], rel=1e-4, abs=1e-5), metric
+    assert_close(one, two, rel=1e-4)
 
 
 # --- entropy_tokens
 
 
-def test_only_the_tokens_of_highest_entropy_have_a_gradient(variant, train, monkeypatch):
-    """Those above one threshold for the batch; a token that is left counts in the denominators all the same."""
-    algo, calls = variant("entropy_tokens"), []
+def token_gradients(algo, monkeypatch):
+    """What every micro-batch of the update has, as a list of [mask, new, old, advantages, gradient] that grows."""
+    calls = []
     real_forward, real_loss = algo.Policy.forward, algo.policy_loss
 
     def forward(policy, tokens, mask):
-        logprobs, entropy = real_forward(policy, tokens, mask)
-        if logprobs.requires_grad:
-            calls.append([mask, entropy.detach()])
-        return logprobs, entropy
+        results = real_forward(policy, tokens, mask)
+        if results[0].requires_grad:
+            calls.append([mask])
+        return results
 
-    def policy_loss(new, old, advantages, *clips):
+    def policy_loss(new, old, advantages, *limits):
         if new.requires_grad:
-            calls[-1].append(advantages)
+            calls[-1].extend([new.detach(), old, advantages])
             new.register_hook(calls[-1].append)
-        return real_loss(new, old, advantages, *clips)
+        return real_loss(new, old, advantages, *limits)
 
     monkeypatch.setattr(algo.Policy, "forward", forward)
     monkeypatch.setattr(algo, "policy_loss", policy_loss)
+    return calls
+
+
+def test_only_the_tokens_of_highest_entropy_have_a_gradient(variant, train, monkeypatch, spy):
+    """Those above one threshold for the batch; a token that is left counts in the denominators all the same."""
+    algo = variant("entropy_tokens")
+    passes, calls = spy(algo.Policy, "forward"), token_gradients(algo, monkeypatch)
     flags = {"lr": 0.0, "kl_loss_coef": 0.0, "total_iterations": 1, "entropy_share": 0.3}
     metrics = train("entropy_tokens", **flags)[1]
+    entropies = [entropy.detach() for _, (logprobs, entropy) in passes if logprobs.requires_grad]
     trained, left = [], []
-    for mask, entropy, advantages, gradient in calls:
+    for (mask, _, _, advantages, gradient), entropy in zip(calls, entropies, strict=True):
         expected = -advantages / mask.sum(1, keepdim=True) / 8  # a minibatch of 8 responses: seq-mean-token-mean
         assert torch.allclose(gradient, expected, atol=1e-8)
         trained.append(entropy[mask & (gradient != 0)])
@@ -1333,65 +1318,18 @@ def test_equal_entropies_are_chosen_together(variant):
     assert (certain >= threshold(certain, 0.2)).sum() == 2
 
 
-@pytest.mark.parametrize("share", [0.0, 1.5])
-def test_a_share_that_is_none_is_refused(share, train):
-    said = refusal(lambda: train("entropy_tokens", entropy_share=share))
-    assert said == f"error: --entropy_share must be above 0 and at most 1, but is {share}"
-
-
-def test_with_all_tokens_entropy_tokens_is_grpo(train, folder):
-    changed = train("entropy_tokens", entropy_share=1.0)
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    flags = flags_of("entropy_tokens", folder) | {"output_dir": str(folder), "run_name": "all_tokens"}
-    for a, b in zip(untimed(read_metrics(grpo.main(grpo.Args(**flags)))), untimed(changed), strict=True):
-        assert a == {name: b[name] for name in a}
-
-
-def agreement(script, name, folder, train, tmp_path, **flags):
-    """Two processes of the script against one of the variant: metrics to rounding, completions to the letter."""
-    flags = {"eval_dataset": str(folder / "test.jsonl"), "eval_rows": 5, "eval_every": 2} | flags
-    fields = flags_of(name, folder) | {"output_dir": tmp_path / "two", "run_name": "run"} | flags
-    code, console = forked(script, fields)
-    assert code == 0 and "2 process(es)" in console, console
-    ones = train(name, **flags, run_name="one")
-    twos = read_metrics(tmp_path / "two" / "run")
-    for a, b in zip(untimed(ones), untimed(twos), strict=True):
-        assert a.keys() == b.keys()
-        for metric in a:
-            assert b[metric] == pytest.approx(a[metric], rel=1e-5, abs=1e-5), (a["step"], metric)
-    for path in (tmp_path / "one" / "completions").glob("eval_*"):
-        assert path.read_text() == (tmp_path / "two" / "run" / "completions" / path.name).read_text()
-    return ones
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("on", [None, "grpo_llm_fsdp"])
-@pytest.mark.parametrize("name", ["entropy_tokens", "pass_at_k", "one_step_off"])
-def test_one_and_two_processes_agree(name, on, sharded, folder, train, tmp_path):
-    script = folder / f"{name}_llm.py"
-    if on:
-        script = folder / f"{name}_{on}.py"
-        script.write_text(sharded(name)[0])
-    agreement(script, name, folder, train, tmp_path, total_iterations=4)
-
-
 # --- pass_at_k
 
 
 def test_the_best_of_k_is_pass_at_k(variant):
     """Against all choices of k samples, and for scores of 0 and 1 the formula of 2107.03374."""
-    from itertools import combinations
-    from math import comb
-
     best_of = variant("pass_at_k").best_of
     scores = torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     right = (scores > 0.3).double()
     for k in range(1, 7):
-        choices = [scores[:, list(choice)].amax(1) for choice in combinations(range(6), k)]
+        choices = [scores[:, list(choice)].amax(1) for choice in itertools.combinations(range(6), k)]
         assert torch.allclose(best_of(scores, k), torch.stack(choices).mean(0))
-        formula = [1 - comb(6 - int(c), k) / comb(6, k) for c in right.sum(1)]
+        formula = [1 - math.comb(6 - int(c), k) / math.comb(6, k) for c in right.sum(1)]
         assert torch.allclose(best_of(right, k), torch.tensor(formula).double())
     assert best_of(scores[:0], 2).shape == (0,)
 
@@ -1404,16 +1342,14 @@ def test_the_majority_votes_on_answers(variant):
     assert vote(["b", "a", "a", "#### 7"], [0.0, 0.5, 0.5, 1.0]) == 0.5  # no numbers: texts
 
 
-def test_a_line_of_completions_has_its_own_samples(train, folder, tmp_path):
-    (folder / "digest.py").write_text(
+def test_a_line_of_completions_has_its_own_samples(train, tmp_path):
+    (tmp_path / "digest.py").write_text(
         "import zlib\n\n\ndef digest(prompts, responses, answers):\n"
         "    return [zlib.crc32(repr(pair).encode()) % 97 / 97 for pair in zip(prompts, responses)]\n"
     )
-    flags = {"eval_dataset": str(folder / "test.jsonl"), "eval_rows": 5, "eval_samples": 6, "total_iterations": 1}
-    metrics = train("pass_at_k", **flags, reward=f"{folder}/digest.py:digest", run_name="run")
-    sys.path.insert(0, str(folder))
-    from digest import digest
-
+    digest = load_script(tmp_path / "digest.py").digest
+    flags = {"eval_rows": 5, "eval_samples": 6, "total_iterations": 1}
+    metrics = train("pass_at_k", **flags, reward=f"{tmp_path}/digest.py:digest", run_name="run")
     for step in (0, 1):
         greedy = read_rows(tmp_path / "run" / "completions" / f"eval_{step:06d}.jsonl")
         rows = read_rows(tmp_path / "run" / "completions" / f"eval_sampled_{step:06d}.jsonl")
@@ -1424,27 +1360,15 @@ def test_a_line_of_completions_has_its_own_samples(train, folder, tmp_path):
         assert all(len({row["response"] for row in rows if row["prompt"] == prompt}) > 3 for prompt in prompts)
         scores = torch.tensor([[row["score"] for row in rows if row["prompt"] == prompt] for prompt in prompts])
         assert metrics[step]["eval/score_sampled"] == pytest.approx(scores.mean().item(), abs=1e-6)
-        pairs = [(a, b) for a in range(6) for b in range(a)]
-        best = torch.stack([scores[:, pair].amax(1) for pair in pairs]).mean().item()
-        assert metrics[step]["eval/pass@2"] == pytest.approx(best, abs=1e-6)
+        best = torch.stack([scores[:, pair].amax(1) for pair in itertools.combinations(range(6), 2)])
+        assert metrics[step]["eval/pass@2"] == pytest.approx(best.mean().item(), abs=1e-6)
         assert {"eval/pass@4", "eval/majority"} < metrics[step].keys() and "eval/pass@8" not in metrics[step]
-    said = refusal(lambda: train("pass_at_k", eval_samples=0))
-    assert said == "error: --eval_samples must be at least 1, but is 0"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 5])
-def test_samples_do_not_depend_on_the_process_count(rows, train, folder, tmp_path):
-    """Two processes with 3 and 2 rows, or with 1 and none."""
-    flags = {"eval_rows": rows, "eval_samples": 3, "total_iterations": 2}
-    metrics = agreement(folder / "pass_at_k_llm.py", "pass_at_k", folder, train, tmp_path, **flags)
-    assert metrics[0]["eval/pass@2"] > metrics[0]["eval/score_sampled"]
 
 
 # --- one_step_off
 
 
-def test_the_weights_of_one_iteration_ago_sample(variant, train, folder, monkeypatch):
+def test_the_weights_of_one_iteration_ago_sample(variant, train, monkeypatch):
     """And those of now are evaluated; a model's weights are told apart by their sum."""
     algo, events = variant("one_step_off"), []
     real_generate, real_forward = algo.generate, algo.forward_all
@@ -1454,8 +1378,7 @@ def test_the_weights_of_one_iteration_ago_sample(variant, train, folder, monkeyp
 
     monkeypatch.setattr(algo, "generate", lambda model, *args: add("sample", model) or real_generate(model, *args))
     monkeypatch.setattr(algo, "forward_all", lambda module, *args: add("pass", module) or real_forward(module, *args))
-    evaluated = {"eval_dataset": str(folder / "test.jsonl"), "eval_rows": 2, "eval_every": 1}
-    train("one_step_off", total_iterations=4, kl_loss_coef=0.0, **evaluated)
+    train("one_step_off", total_iterations=4, kl_loss_coef=0.0, eval_rows=2, eval_every=1)
     assert [kind for kind, _ in events] == ["sample"] * 2 + ["sample", "pass", "pass", "sample", "sample"] * 4
     start, iterations = events[0][1], [[w for _, w in events[first : first + 5]] for first in range(2, 22, 5)]
     before, now = start, start  # what the policy was at the start of the last iteration, and is at that of this one
@@ -1466,29 +1389,17 @@ def test_the_weights_of_one_iteration_ago_sample(variant, train, folder, monkeyp
     assert len({sampled for sampled, *_ in iterations}) == 3
 
 
-def test_importance_weights_are_cut(variant, train, monkeypatch):
-    algo, passes, plain, used = variant("one_step_off"), [], [], []
-    real_forward, real_advantages, real_loss = algo.forward_all, algo.group_advantages, algo.policy_loss
-
-    def forward_all(module, minibatches, tokens, mask):
-        passes.append((mask, real_forward(module, minibatches, tokens, mask)))
-        return passes[-1][1]
-
-    monkeypatch.setattr(algo, "forward_all", forward_all)
-    monkeypatch.setattr(algo, "group_advantages", lambda *args: plain.append(real_advantages(*args)) or plain[-1])
-
-    def policy_loss(new, old, advantages, *clips):
-        if new.dim() == 3:  # the call for the log, with the whole batch
-            used.append(advantages)
-        return real_loss(new, old, advantages, *clips)
-
-    monkeypatch.setattr(algo, "policy_loss", policy_loss)
+def test_importance_weights_are_cut(variant, train, spy):
+    algo = variant("one_step_off")
+    passes, plain = spy(algo, "forward_all"), spy(algo, "group_advantages")
+    losses = spy(algo, "policy_loss", lambda new, old, advantages, *clips: (new, advantages))
     metrics = train("one_step_off", total_iterations=3, kl_loss_coef=0.0, lr=5e-3, is_cap=1.1)
+    used = [advantages for new, advantages in losses if new.dim() == 3]  # the calls for the log, with the whole batch
     for i in range(3):
-        mask, old = passes[2 * i]
-        _, sampled = passes[2 * i + 1]
+        ((*_, mask), old), (_, sampled) = passes[2 * i : 2 * i + 2]
         ratio = (old - sampled).exp()
-        assert torch.allclose(used[i], torch.where(mask, plain[i][:, None] * ratio.clamp(max=1.1), 0), atol=1e-6)
+        expected = plain[i][1][:, None] * ratio.clamp(max=1.1)
+        assert torch.allclose(used[i], torch.where(mask, expected, 0), atol=1e-6)
         weights = ratio[mask].clamp(max=1.1)
         assert metrics[i + 1]["rollout/weight_mean"] == pytest.approx(weights.mean().item(), abs=1e-5)
         ess = weights.mean() ** 2 / weights.square().mean()
@@ -1500,33 +1411,23 @@ def test_a_sampler_with_other_weights_is_refused(variant, train, monkeypatch):
     monkeypatch.setattr(variant("one_step_off"), "exchange", lambda *models: None)
     said = refusal(lambda: train("one_step_off", lr=5e-3))
     assert "iteration 2: sampler and training pass differ" in said
-    said = refusal(lambda: train("one_step_off", is_cap=0.5))
-    assert said == "error: --is-cap must be at least 1, but is 0.5"
 
 
 @pytest.mark.parametrize("lora_rank", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_older_weights_are_resumed(lora_rank, train):
-    flags = {"total_iterations": 4, "save_every": 2, "lora_rank": lora_rank}
-    whole = train("one_step_off", **flags, run_name="whole")
-    train("one_step_off", **flags | {"total_iterations": 2}, run_name="part")
-    resumed = train("one_step_off", **flags, run_name="part", resume=True)
-    assert untimed(resumed) == untimed(whole) and whole[3]["rollout/weight_mean"] != 1
+    whole = resumed(train, "one_step_off", 2, total_iterations=4, save_every=2, lora_rank=lora_rank)
+    assert whole[3]["rollout/weight_mean"] != 1
 
 
 @pytest.mark.slow
 def test_the_older_weights_are_resumed_from_shards(sharded, folder, tmp_path):
     script = folder / "one_step_off_sharded.py"
     script.write_text(sharded("one_step_off")[0])
-    flags = flags_of("one_step_off", folder) | {"output_dir": tmp_path, "save_every": 2}
-    for changes in (
-        {"run_name": "whole", "total_iterations": 4},
-        {"run_name": "part", "total_iterations": 2},
-        {"run_name": "part", "total_iterations": 4, "resume": True},
-    ):
-        code, console = forked(script, flags | changes)
-        assert code == 0, console
-    whole, part = (untimed(read_metrics(tmp_path / name)) for name in ("whole", "part"))
-    assert whole == part
+
+    def run(name, **flags):
+        return train_by_two(script, flags_of(name, folder, **flags, output_dir=tmp_path, save_every=2))
+
+    resumed(run, "one_step_off", 2, total_iterations=4)
 
 
 # --- multi_reward
@@ -1549,21 +1450,20 @@ def named(folder):
     return write
 
 
-LETTERS = '{"early": [sum(c < "m" for c in r) / 9 for r in responses], "size": [len(r) / 99 for r in responses]}'
+def used_advantages(losses):
+    """Of the last policy_loss, which is of the whole batch, for the log: (B,L) -> (B,)."""
+    (_, _, advantages, *_), _ = losses[-1]
+    return advantages.sum(1) / (advantages != 0).sum(1).clamp(min=1)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
 @pytest.mark.parametrize("weights", [(), (2.0, 0.5)])
-def test_each_reward_is_normalised_in_its_group_then_they_are_summed(
-    weights, estimator, variant, train, named, monkeypatch
-):
-    algo, calls = variant("multi_reward"), []
-    real = algo.policy_loss
-    monkeypatch.setattr(algo, "policy_loss", lambda *args: calls.append(args[2]) or real(*args))
+def test_each_reward_is_normalised_in_its_group_then_they_are_summed(weights, estimator, variant, train, named, spy):
+    losses = spy(variant("multi_reward"), "policy_loss")
     reward = named("tabled", '{"wide": WIDE, "narrow": NARROW}')
     flags = {"reward": reward, "reward_weights": weights, "estimator": estimator, "total_iterations": 1}
     metrics = train("multi_reward", **flags)
-    used = calls[-1].sum(1) / (calls[-1] != 0).sum(1).clamp(min=1)  # of the whole batch, for the log: (B,L) -> (B,)
+    used = used_advantages(losses)
     a, b = weights or (1.0, 1.0)
     wide, narrow = (grpo.group_advantages(torch.tensor(s), 4, estimator) for s in (WIDE, NARROW))
     summed = a * wide + b * narrow
@@ -1575,48 +1475,31 @@ def test_each_reward_is_normalised_in_its_group_then_they_are_summed(
     assert metrics[1]["group/zero_std_frac"] == 0.25
 
 
-def test_scores_summed_first_would_lose_what_this_keeps(variant, train, named, monkeypatch):
+def test_scores_summed_first_would_lose_what_this_keeps(variant, train, named, spy):
     """A wide score hides a narrow one, and a group that differs in two counts as one that differs in one."""
     wide, narrow = torch.tensor([0.0, 100.0, 0.0, 100.0]), torch.tensor([0.0, 0.0, 1.0, 1.0])
     first = grpo.group_advantages(wide + narrow, 4, "grpo")
     assert first[2] - first[0] < 0.02  # the narrow one is hardly heard
-    algo, calls = variant("multi_reward"), []
-    real = algo.policy_loss
-    monkeypatch.setattr(algo, "policy_loss", lambda *args: calls.append(args[2]) or real(*args))
+    losses = spy(variant("multi_reward"), "policy_loss")
     body = '{"wide": [0.0, 100.0] * 8, "narrow": [0.0, 0.0, 1.0, 1.0] * 4}'
     train("multi_reward", reward=named("wide", body), total_iterations=1, scale_advantages=False)
-    used = calls[-1].sum(1)[:4] / (calls[-1] != 0).sum(1)[:4].clamp(min=1)
+    used = used_advantages(losses)[:4]
     assert used.tolist() == pytest.approx([-1.732, 0, 0, 1.732], abs=1e-3)  # both count the same
     alone, both = [torch.tensor(s) for s in (NARROW[:4], [0.0, 0.0, 2.0, 2.0])]
     assert torch.allclose(*(grpo.group_advantages(s, 4, "grpo") for s in (alone, both)), atol=1e-5)
 
 
-def test_a_plain_list_is_grpo(train, folder):
-    """To the bit, but for the metrics of its name; with the scale of the sum it is not."""
-    from accelerate.state import AcceleratorState
-
-    flags = {"missing_eos_penalty": 0.3, "eval_rows": 3, "eval_dataset": f"{folder}/test.jsonl"}
-    changed = untimed(train("multi_reward", scale_advantages=False, **flags))
-    AcceleratorState._reset_state(True)
-    plain = flags_of("multi_reward", folder) | flags | {"output_dir": str(folder), "run_name": "plain-grpo"}
-    for ours, theirs in zip(changed, untimed(read_metrics(grpo.main(grpo.Args(**plain)))), strict=True):
-        assert {name: ours[name] for name in theirs} == theirs
-        assert ours.keys() - theirs.keys() <= {"score/score", "eval/score/score", "eval/score_sampled/score"}
-
-
-def test_every_score_is_logged_evaluated_and_written(train, named, folder, tmp_path):
+def test_every_score_is_logged_evaluated_and_written(train, tmp_path):
     flags = {"missing_eos_penalty": 0.25, "eval_rows": 3, "kl_reward_coef": 0.1}
-    flags |= {"eval_dataset": f"{folder}/test.jsonl"}
-    metrics = train("multi_reward", reward=named("letters", LETTERS), run_name="run", **flags)
+    metrics = train("multi_reward", reward="letters", run_name="run", **flags)
     for m in metrics[1:]:
         of_kl = 2 * 0.1 * m["kl/mean"] * m["response/length_mean"]  # taken from each score
         assert m["reward/total_mean"] == pytest.approx(m["reward/mean"] - of_kl, abs=1e-5)
         assert m["score/early"] + m["score/size"] == pytest.approx(m["reward/mean"], abs=1e-6)
-    for m in (metrics[0], metrics[3]):
-        for kind in ("", "_sampled"):
+    for kind in ("", "_sampled"):
+        for m in (metrics[0], metrics[3]):
             parts = [m[f"eval/score{kind}/{name}"] for name in ("early", "size")]
             assert sum(parts) == pytest.approx(m[f"eval/score{kind}"], abs=1e-6) and min(parts) > 0
-    for kind in ("", "_sampled"):
         for row in read_rows(tmp_path / f"run/completions/eval{kind}_000003.jsonl"):
             text = row["response"]
             assert row["score"] == {"early": sum(c < "m" for c in text) / 9, "size": len(text) / 99}
@@ -1624,8 +1507,8 @@ def test_every_score_is_logged_evaluated_and_written(train, named, folder, tmp_p
     for name in ("early", "size"):
         scores = [row["score"][name] for row in rows]
         assert statistics.mean(scores) == pytest.approx(metrics[3][f"score/{name}"], abs=1e-6)
-        penalty = [row["score"][name] - len(row["response"]) / 99 for row in rows]
-        assert name == "early" or {round(p, 4) for p in penalty} == {0.0, -0.25}  # of a truncated one each loses it
+    penalty = [row["score"]["size"] - len(row["response"]) / 99 for row in rows]
+    assert {round(p, 4) for p in penalty} == {0.0, -0.25}  # of a truncated one each loses it
 
 
 @pytest.mark.parametrize("body", ["[0.5] * (len(prompts) - 1)", "[float('nan')] * len(prompts)", "[]"])
@@ -1633,28 +1516,13 @@ def test_a_bad_score_is_refused_by_its_name(body, train, named):
     reward = named("bad", f'{{"good": [1.0] * len(prompts), "bad": {body}}}')
     said = refusal(lambda: train("multi_reward", reward=reward))
     assert "the reward bad must return 16 finite numbers, not these" in said
+
+
+@pytest.mark.parametrize("weights", [(1.0, 2.0), (math.nan,), (0.0,)])
+def test_weights_that_fit_no_reward_are_refused(weights, train, named):
     reward = named("good", '{"good": [1.0] * len(prompts)}')
-    for weights in (1.0, 2.0), (math.nan,), (0.0,):
-        said = refusal(lambda weights=weights: train("multi_reward", reward=reward, reward_weights=weights))
-        assert "--reward-weights must be a finite number for each of ['good']" in said
-
-
-@pytest.mark.slow
-def test_multi_reward_by_two_is_multi_reward_by_one(folder, named, tmp_path):
-    """One test row: the second process has none, and knows no name of a score from it."""
-    flags = flags_of("multi_reward", folder) | {"reward": named("letters", LETTERS), "output_dir": tmp_path}
-    flags |= {"eval_rows": 1, "eval_every": 1, "eval_dataset": f"{folder}/test.jsonl"}
-    for processes in (1, 2):
-        script = folder / "multi_reward_llm.py"
-        code, console = forked(script, flags | {"run_name": f"by-{processes}"}, processes=processes)
-        assert code == 0, console
-    one, two = (untimed(read_metrics(tmp_path / f"by-{processes}")) for processes in (1, 2))
-    for a, b in zip(one, two, strict=True):
-        for metric in a.keys() - {"rollout/logprob_diff"}:
-            assert a[metric] == pytest.approx(b[metric], rel=2e-3, abs=2e-5), metric
-    for name in ("eval_000003", "step_000001"):
-        files = [(tmp_path / f"by-{processes}/completions/{name}.jsonl").read_text() for processes in (1, 2)]
-        assert files[0] == files[1]
+    said = refusal(lambda: train("multi_reward", reward=reward, reward_weights=weights))
+    assert "--reward-weights must be a finite number for each of ['good']" in said
 
 
 # --- shared_critic
@@ -1673,7 +1541,7 @@ def checkpoint_of(path):
 def test_the_value_head_is_trained_saved_and_resumed_to_the_bit(lora_rank, train, tmp_path):
     """A head that no checkpoint holds begins at zero again; with LoRA peft switches it off, and transformers not on."""
     flags = {"lora_rank": lora_rank, "total_iterations": 4, "save_every": 2, "lr": 1e-2, "critic_lr": 1e-2}
-    whole = train("shared_critic", **flags, run_name="whole")
+    whole = resumed(train, "shared_critic", 2, **flags)
     heads = []
     for step in (2, 4):
         weights, optimizer = checkpoint_of(tmp_path / f"whole/checkpoints/step_{step:06d}.pt")
@@ -1681,39 +1549,27 @@ def test_the_value_head_is_trained_saved_and_resumed_to_the_bit(lora_rank, train
         assert len(optimizer["state"]) == len(weights)  # every trained tensor has its moments
     assert heads[0].count_nonzero() == 33 and heads[0].abs().max() > 1e-3 and (heads[0] != heads[1]).all()
     assert sum(m["critic/explained_variance"] != 0 for m in whole[2:]) == 3
-    train("shared_critic", **flags | {"total_iterations": 2}, run_name="part")
-    resumed = train("shared_critic", **flags, run_name="part", resume=True)
-    assert untimed(resumed) == untimed(whole)
     ends = [checkpoint_of(tmp_path / name / "checkpoints/step_000004.pt")[0] for name in ("whole", "part")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_the_value_head_is_clipped_with_the_rest(train, monkeypatch):
-    norms, heads = [], []
-    real = torch.optim.AdamW.step
+def gradients_of(optimizer, *_):
+    return [p.grad.clone() for group in optimizer.param_groups for p in group["params"]]
 
-    def step(optimizer, *args):
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        norms.append(torch.cat([g.flatten() for g in gradients]).norm().item())
-        heads.append(sum(g.norm().item() for g in gradients if g.shape in ((1, 32), (1,))))
-        return real(optimizer, *args)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+def test_the_value_head_is_clipped_with_the_rest(train, spy):
+    steps = spy(torch.optim.AdamW, "step", gradients_of)
     metrics = train("shared_critic", max_grad_norm=0.01, value_coef=5.0)
+    norms = [torch.cat([g.flatten() for g in gradients]).norm().item() for gradients in steps]
+    heads = [sum(g.norm().item() for g in gradients if g.shape in ((1, 32), (1,))) for gradients in steps]
     assert norms == pytest.approx([0.01] * 3, rel=1e-3) and min(heads) > 1e-3
     assert all(m["actor/grad_norm"] > 0.1 for m in metrics[1:])
 
 
-def test_the_loss_is_the_actors_and_a_share_of_the_critics(train, tmp_path, monkeypatch):
+def test_the_loss_is_the_actors_and_a_share_of_the_critics(train, tmp_path, spy):
     """The gradient of one step is linear in --value-coef, in the backbone, too."""
     train("shared_critic", critic_lr=1e-1, run_name="start")  # at its start the head is zero and passes no gradient on
-    gradients, real = [], torch.optim.AdamW.step
-
-    def step(optimizer, *args):
-        gradients.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
-        return real(optimizer, *args)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    gradients = spy(torch.optim.AdamW, "step", gradients_of)
     start = {"model": f"{tmp_path}/start/final", "max_grad_norm": 0.0, "total_iterations": 1}
     for value_coef in (0.0, 1.0, 3.0):
         metrics = train("shared_critic", value_coef=value_coef, **start)
@@ -1725,10 +1581,7 @@ def test_the_loss_is_the_actors_and_a_share_of_the_critics(train, tmp_path, monk
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_final_is_a_language_model_with_a_value_head_beside_it(arch, variant, train, tmp_path, folder):
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
-
+def test_final_is_a_language_model_with_a_value_head_beside_it(arch, variant, train, tmp_path):
     model = make_model(tmp_path / "model", arch)
     train("shared_critic", model=model, critic_lr=1e-2, run_name="run")
     final = tmp_path / "run" / "final"
@@ -1749,34 +1602,15 @@ def test_final_is_a_language_model_with_a_value_head_beside_it(arch, variant, tr
     assert torch.allclose(values[:, :-1], plain_values[:, :-1], atol=1e-5) and values[:, :-1].abs().min() > 1e-4
 
 
-def test_each_head_has_its_learning_rate(train, variant, monkeypatch):
+def test_each_head_has_its_learning_rate(train, variant, spy):
     """--critic-lr is the value head's, --lr all the others'; both are warmed up. Flags of a critic alone are gone."""
-    rates, real = [], torch.optim.AdamW.step
-
-    def step(optimizer, *args):
-        rates.append([(len(group["params"]), group["lr"]) for group in optimizer.param_groups])
-        return real(optimizer, *args)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    groups = lambda optimizer, *_: [(len(group["params"]), group["lr"]) for group in optimizer.param_groups]  # noqa: E731
+    rates = spy(torch.optim.AdamW, "step", groups)
     train("shared_critic", lr=1e-3, critic_lr=1e-2, warmup_iterations=2, total_iterations=2)
     (_, first), (count, head) = rates[0]
     assert (first, count, head) == (5e-4, 2, 5e-3) and [lr for _, lr in rates[1]] == [1e-3, 1e-2]
-    flags = vars(variant("shared_critic").Args)["__dataclass_fields__"].keys()
+    flags = {field.name for field in dataclasses.fields(variant("shared_critic").Args)}
     assert "value_coef" in flags and not flags & {"critic_model", "critic_warmup_iterations"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_shared_critic_by_two_is_shared_critic_by_one(lora_rank, folder, tmp_path):
-    flags = flags_of("shared_critic", folder) | {"output_dir": tmp_path, "lora_rank": lora_rank}
-    for processes in (1, 2):
-        run = {"run_name": f"by-{processes}"}
-        code, console = forked(folder / "shared_critic_llm.py", flags | run, processes=processes)
-        assert code == 0, console
-    one, two = (untimed(read_metrics(tmp_path / f"by-{processes}")) for processes in (1, 2))
-    for a, b in zip(one, two, strict=True):
-        for metric in a.keys() - {"rollout/logprob_diff"}:
-            assert a[metric] == pytest.approx(b[metric], rel=2e-3, abs=2e-5), metric
 
 
 # -------------------------------------------------------------------------------------------------------------- fp16
@@ -1789,33 +1623,28 @@ def with_first_scale(text, power):
 
 
 @pytest.fixture
-def train_fp16(folder, tmp_path):
-    """train_fp16(first scale, on=, **flags): metrics of a run on one process, of the variant on a script."""
-    from accelerate.state import AcceleratorState
+def train_fp16(train, tmp_path):
+    """train_fp16(first scale, script=, **flags): metrics of a run on one process, of the variant on a script."""
 
-    def run(power=16, on="grpo_llm", **changes):
-        AcceleratorState._reset_state(True)
-        path = tmp_path / f"fp16_{on}_{power}.py"
-        base = (ROOT / "grpo_llm.py").read_text()
-        text, conflicts = variants.merged((ROOT / f"{on}.py").read_text(), base, variants.patched("fp16"))
+    def run(power=16, script="grpo_llm", **flags):
+        path = tmp_path / f"fp16_{script}_{power}.py"
+        base = script_of("fp16").read_text()
+        text, conflicts = variants.merged((ROOT / f"{script}.py").read_text(), base, variants.patched("fp16"))
         assert conflicts == 0
         path.write_text(with_first_scale(text, power))
-        name = "vc_ppo" if on == "ppo_llm" else "fp16"
-        flags = flags_of(name, folder) | {"output_dir": str(tmp_path), "run_name": str(len(list(tmp_path.iterdir())))}
-        flags |= {"critic_warmup_iterations": 0} if on == "ppo_llm" else {}
-        algo = load_script(path)
-        return read_metrics(algo.main(algo.Args(**flags | {"dtype": "float16"} | changes)))
+        name, dtype = ("plain_pg" if script == "ppo_llm" else "fp16"), {"dtype": "float16"}
+        return train(name, on=path, **dtype | flags)
 
     return run
 
 
-@pytest.mark.parametrize("on", ["grpo_llm", "ppo_llm"])
-def test_float16_has_the_gradients_of_float32(train_fp16, on):
+@pytest.mark.parametrize("script", ["grpo_llm", "ppo_llm"])
+def test_float16_has_the_gradients_of_float32(train_fp16, script):
     """The scale has left them again, the critic's, too; the sampler is nearer than in bfloat16."""
     kinds = "float16", "float32", "bfloat16"
-    half, whole, bfloat = (train_fp16(on=on, dtype=dtype, total_iterations=1)[1] for dtype in kinds)
+    half, whole, bfloat = (train_fp16(script=script, dtype=dtype, total_iterations=1)[1] for dtype in kinds)
     norms = [name for name in half if name.endswith("grad_norm")]
-    assert len(norms) == (2 if on == "ppo_llm" else 1)
+    assert len(norms) == (2 if script == "ppo_llm" else 1)
     for name in norms:
         assert half[name] == pytest.approx(whole[name], rel=0.05) and half[name] != whole[name] > 0, name
     assert half["loss_scale"] == 2.0**16 and whole["loss_scale"] == 1 and half["overflows"] == 0
@@ -1823,10 +1652,9 @@ def test_float16_has_the_gradients_of_float32(train_fp16, on):
     assert half["rollout/logprob_diff"] < bfloat["rollout/logprob_diff"] / 2
 
 
-def test_an_overflow_leaves_the_step_out(train_fp16, monkeypatch):
+def test_an_overflow_leaves_the_step_out(train_fp16, spy):
     """With a first scale of 2**40 the weights stay as they are until it has come down; what is left out is counted."""
-    used, real = [], torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: used.append(self) or real(self, *args))
+    used = spy(torch.optim.AdamW, "step", lambda optimizer, *_: optimizer)
     metrics = train_fp16(40, total_iterations=14)[1:]
     overflows = [m["overflows"] for m in metrics]
     taken = {moments["step"].item() for moments in used[0].state.values()}  # as AdamW has counted them
@@ -1853,14 +1681,10 @@ def test_a_gradient_that_no_scale_mends_ends_the_run(train_fp16, monkeypatch):
         assert len(norms) == steps and "the gradient norm of the policy is nan" in said
 
 
-def test_float16_resumes_to_the_bit(train_fp16, tmp_path):
+def test_float16_resumes_to_the_bit(train_fp16):
     """The scale has come down in the first part, and the count goes on."""
-    whole = train_fp16(36, total_iterations=8, save_every=4)
-    half = {"run_name": "half", "output_dir": str(tmp_path), "save_every": 4}
-    train_fp16(36, total_iterations=4, **half)
-    resumed = train_fp16(36, total_iterations=8, resume=True, **half)
-    assert untimed(whole) == untimed(resumed)
-    assert resumed[4]["overflows"] > 0 and resumed[4]["loss_scale"] < 2.0**36
+    whole = resumed(train_fp16, 36, 4, total_iterations=8, save_every=4)
+    assert whole[4]["overflows"] > 0 and whole[4]["loss_scale"] < 2.0**36
 
 
 @pytest.mark.slow
@@ -1869,10 +1693,8 @@ def test_overflows_are_alike_on_all_ranks(kind, sharded, folder, train_fp16, tmp
     text = variants.patched("fp16") if kind == "replicated" else sharded("fp16")[0]
     path = tmp_path / f"{kind}_llm.py"
     path.write_text(with_first_scale(text, 32))
-    flags = flags_of("fp16", folder) | {"output_dir": tmp_path, "run_name": kind, "total_iterations": 6}
-    code, console = forked(path, flags)
-    assert code == 0 and "2 process(es)" in console and "float16" in console, console
-    one, two = untimed(train_fp16(32, total_iterations=6)), untimed(read_metrics(tmp_path / kind))
+    two = train_by_two(path, flags_of("fp16", folder, output_dir=tmp_path, run_name=kind, total_iterations=6))
+    one = train_fp16(32, total_iterations=6)
     assert one[-1]["overflows"] > 0
     for a, b in zip(two, one, strict=True):
         for metric in "overflows", "loss_scale", "reward/mean", "actor/grad_norm":

@@ -5,12 +5,10 @@ import math
 
 import pytest
 import torch
-from conftest import read_metrics, read_rows, refusal, untimed
-from ranks import load_script
-from test_variants import agreement, folder, grpo, sharded, train, variant  # noqa: F401
+from conftest import make_tokenizer, refusal, untimed
+from test_variants import SOME_END, folder, gradients_of, grpo, train, variant  # noqa: F401
 
 F = torch.float64
-SOME_END = {"temperature": 5.0, "max_response_length": 32}  # about half of the responses: EOS is one of 46 tokens
 
 
 def all_groups(num_answers, group_size, probabilities):
@@ -63,7 +61,7 @@ def test_maxrl_climbs_the_truncated_log_likelihood(variant, group_size, easy):  
     assert torch.cosine_similarity(other, slope, 0) < 0.999 < torch.cosine_similarity(found, slope, 0)
 
 
-def test_maxrl_by_hand(variant, train, folder):  # noqa: F811
+def test_maxrl_by_hand(variant, train):  # noqa: F811
     algo = variant("maxrl")
     scores = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1])  # the rarer a success, the more it counts
     found = algo.group_advantages(scores, 4, "maxrl").view(4, 4)
@@ -72,10 +70,10 @@ def test_maxrl_by_hand(variant, train, folder):  # noqa: F811
     for estimator in "grpo", "dr_grpo", "rloo":
         assert torch.equal(algo.group_advantages(scores, 4, estimator), grpo.group_advantages(scores, 4, estimator))
     assert "no score may be negative" in refusal(lambda: algo.group_advantages(scores - 0.5, 4, "maxrl"))
-    metrics = train("maxrl", reward=f"{folder}/toy.py:binary")
+    metrics = train("maxrl", reward="binary")
     assert len(metrics) == 4 and all(m["actor/grad_norm"] > 0 for m in metrics[1:])
     assert max(m["advantage/std"] for m in metrics[1:]) > 0.5
-    said = refusal(lambda: train("maxrl", reward=f"{folder}/toy.py:binary", missing_eos_penalty=1.0))
+    said = refusal(lambda: train("maxrl", reward="binary", missing_eos_penalty=1.0))
     assert "no score may be negative" in said
 
 
@@ -127,51 +125,32 @@ def test_the_group_baseline_of_opo_has_less_variance(variant, group_size, scored
     assert torch.cosine_similarity(means["opo"], true, 0) > {2: 0.98, 3: 0.99}[group_size]
 
 
-def test_opo_by_hand(variant, train, monkeypatch):  # noqa: F811
+def test_opo_by_hand(variant, train, spy):  # noqa: F811
     algo = variant("optimal_baseline")
     scores, lengths = torch.tensor([1.0, 0, 0, 1, 1, 0]), torch.tensor([1, 3, 2, 2, 5, 5])
     found = algo.group_advantages(scores, 2, "opo", lengths)
     assert torch.allclose(found, torch.tensor([0.75, -0.25, -0.5, 0.5, 0.5, -0.5]))
     assert torch.equal(found[2:], algo.group_advantages(scores, 2, "dr_grpo", lengths)[2:])  # as lengths are equal
     assert algo.group_advantages(torch.full((2,), 0.1), 2, "opo", lengths[:2]).tolist() == [0, 0]
-    calls, real = [], algo.group_advantages
-    monkeypatch.setattr(algo, "group_advantages", lambda *args: calls.append((args, real(*args))) or calls[-1][1])
+    calls = spy(algo, "group_advantages")
     metrics = train("optimal_baseline", minibatch_size=16, **SOME_END)
     for m, ((_, size, estimator, lengths), advantages) in zip(metrics[1:], calls, strict=True):
         assert (size, estimator) == (4, "opo") and lengths.float().mean().item() == m["response/length_mean"] < 32
         tokens = (lengths * advantages).view(-1, 4)
-        assert (
-            tokens.sum(1).abs().max() < 1e-5 < tokens.abs().max()
-        )  # over the tokens of a group they are 0 in the mean
+        # Over the tokens of a group they are 0 in the mean.
+        assert tokens.sum(1).abs().max() < 1e-5 < tokens.abs().max()
         assert m["advantage/mean"] == pytest.approx(0, abs=1e-6)
 
 
 # --- mask_truncated
 
 
-def gradients_of(algo, monkeypatch):
-    """A list that gets the gradient of every optimizer step, as one tensor."""
-    steps, real = [], algo.sum_gradients
-
-    def note(parameters):
-        parameters = list(parameters)
-        real(parameters)
-        steps.append(torch.cat([parameter.grad.flatten().clone() for parameter in parameters]))
-
-    monkeypatch.setattr(algo, "sum_gradients", note)
-    return steps
-
-
 @pytest.mark.parametrize("loss_agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_what_was_cut_off_trains_nothing(variant, train, monkeypatch, loss_agg):  # noqa: F811
+def test_what_was_cut_off_trains_nothing(variant, train, spy, loss_agg):  # noqa: F811
     """The gradient is that of the finished responses alone; the scores of all are in the mean and std of a group."""
-    algo, batches, groups = variant("mask_truncated"), [], []
-    for name, kept in ("to_batch", batches), ("group_advantages", groups):
-        real = getattr(algo, name)
-        monkeypatch.setattr(algo, name, lambda *a, real=real, kept=kept: kept.append((a, real(*a))) or kept[-1][1])
-    policies, real_policy = [], algo.Policy
-    monkeypatch.setattr(algo, "Policy", lambda *args: policies.append(real_policy(*args)) or policies[-1])
-    steps = gradients_of(algo, monkeypatch)
+    algo = variant("mask_truncated")
+    batches, groups = spy(algo, "to_batch"), spy(algo, "group_advantages")
+    policies, steps = spy(algo, "Policy"), spy(torch.optim.AdamW, "step", gradients_of)
     flags = {"loss_agg": loss_agg, "entropy_coef": 0.1, "kl_loss_coef": 0.3, "max_grad_norm": 0.0, "lr": 0.0} | SOME_END
     (metrics,) = train("mask_truncated", **flags, total_iterations=1, minibatch_size=16)[1:]
     (((_, responses, _), (tokens, mask, *_)),) = batches
@@ -179,35 +158,36 @@ def test_what_was_cut_off_trains_nothing(variant, train, monkeypatch, loss_agg):
     finished = torch.tensor([not response.truncated for response in responses])
     assert 4 < finished.sum() < 12 and metrics["response/truncated_frac"] == 1 - finished.float().mean()
     assert torch.allclose(advantages, grpo.group_advantages(scores, 4, "grpo"))  # of all sixteen
-    policy = policies[0]  # of the reference, which has the same weights, or of the policy: lr is 0
+    _, policy = policies[0]  # of the reference, which has the same weights, or of the policy: lr is 0
     policy.requires_grad_(True).zero_grad()
     logprobs, entropy = policy(tokens[finished], mask[finished])  # without the rows that were cut off
     losses = -advantages[finished][:, None] * (logprobs - logprobs.detach()).exp() - 0.1 * entropy
     loss = grpo.aggregate(losses, mask[finished], loss_agg, int(mask[finished].sum()), int(finished.sum()), 32)
     loss.backward()
+    found = torch.cat([gradient.flatten() for gradient in steps[0]])
     by_hand = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
-    assert torch.allclose(steps[0], by_hand, atol=1e-5 * by_hand.abs().max().item())
+    assert torch.allclose(found, by_hand, atol=1e-5 * by_hand.abs().max().item())
     assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-4)
 
 
-def test_nothing_cut_off_is_grpo_and_all_cut_off_takes_no_step(variant, train, folder, tmp_path, monkeypatch):  # noqa: F811
+def test_nothing_cut_off_is_grpo_and_all_cut_off_takes_no_step(variant, train, monkeypatch, spy):  # noqa: F811
     algo, real = variant("mask_truncated"), variant("mask_truncated").generate
-    monkeypatch.setattr(algo, "generate", lambda *args: [r._replace(truncated=False) for r in real(*args)])
+
+    def end(algo, truncated):
+        responses = lambda *args: [r._replace(truncated=truncated) for r in real(*args)]  # noqa: E731
+        monkeypatch.setattr(algo, "generate", responses)
+
+    end(algo, truncated=False)
     finished = train("mask_truncated")
-    monkeypatch.setattr(algo, "generate", lambda *args: [r._replace(truncated=True) for r in real(*args)])
-    steps = gradients_of(algo, monkeypatch)
+    end(grpo, truncated=False)
+    assert untimed(finished) == untimed(train("mask_truncated", on=grpo.__file__))
+    end(algo, truncated=True)
+    steps = spy(torch.optim.AdamW, "step", gradients_of)
     metrics = train("mask_truncated", kl_reward_coef=0.1, entropy_coef=0.1)
-    assert len(steps) == 6 and all(step.abs().max() == 0 for step in steps)
+    assert len(steps) == 6 and not any(gradient.any() for step in steps for gradient in step)
     for m in metrics[1:]:
         assert all(map(math.isfinite, m.values())) and m["response/truncated_frac"] == 1
         assert m["actor/loss"] == 0 and m["actor/approx_kl"] < 1e-9 and m["actor/entropy"] > 0
-    monkeypatch.undo()
-    from test_variants import flags_of
-
-    flags = flags_of("mask_truncated", folder) | {"output_dir": str(tmp_path), "run_name": "grpo"}
-    plain = load_script(grpo.__file__)
-    monkeypatch.setattr(plain, "generate", lambda *args: [r._replace(truncated=False) for r in real(*args)])
-    assert untimed(finished) == untimed(read_metrics(plain.main(plain.Args(**flags))))
 
 
 # --- self_distill
@@ -234,8 +214,6 @@ def test_who_is_shown_which_solution(variant):  # noqa: F811
 
 
 def test_the_teachers_prompt(variant, tmp_path):  # noqa: F811
-    from conftest import make_tokenizer
-
     algo, tokenizer = variant("self_distill"), make_tokenizer()
     args = algo.Args(model="m")
     table = algo.datasets.Dataset.from_list([{"question": "what is a", "answer": "1"}])
@@ -256,17 +234,13 @@ def test_the_teachers_prompt(variant, tmp_path):  # noqa: F811
     assert text.endswith("orrectly solve the original question.<eos>assistant-")  # the hint is in the user's turn
 
 
-def test_the_self_teacher_rates_the_students_own_tokens(variant, train, folder, monkeypatch):  # noqa: F811
+def test_the_self_teacher_rates_the_students_own_tokens(variant, train, folder, spy):  # noqa: F811
     """Advantages against a pass of its own for each row, with the prompt written out; 0 without a solution."""
-    algo, batches, used = variant("self_distill"), [], []
-    real_batch, real_loss = algo.to_batch, algo.policy_loss
-    monkeypatch.setattr(algo, "to_batch", lambda *args: batches.append((args, real_batch(*args))) or batches[-1][1])
-    monkeypatch.setattr(algo, "policy_loss", lambda *args: used.append(args) or real_loss(*args))
-    policies, real_policy = [], algo.Policy
-    monkeypatch.setattr(algo, "Policy", lambda *args: policies.append(real_policy(*args)) or policies[-1])
-    reward = f"{folder}/toy.py:binary"
-    (m,) = train("self_distill", reward=reward, total_iterations=1, lr=0.0, max_response_length=8)[1:]
+    algo = variant("self_distill")
+    batches, used, policies = spy(algo, "to_batch"), spy(algo, "policy_loss"), spy(algo, "Policy")
+    (m,) = train("self_distill", reward="binary", total_iterations=1, lr=0.0, max_response_length=8)[1:]
     ((rows, responses, _), (_, mask, *_)), ((hinted, _, _), _) = batches
+    _, policy = policies[0]
     tokenizer = algo.AutoTokenizer.from_pretrained(folder / "model")
     texts = tokenizer.batch_decode([r.ids for r in responses], skip_special_tokens=True)
     right = [bool(text) and text[0] < "5" for text in texts]
@@ -277,9 +251,9 @@ def test_the_self_teacher_rates_the_students_own_tokens(variant, train, folder, 
             tokens = torch.tensor([r["input_ids"] + response.ids])
             actions = torch.arange(tokens.shape[1])[None] >= len(r["input_ids"]) - 1
             actions[0, -1] = False
-            alone.append(policies[0](tokens, actions)[0][actions].detach())
+            alone.append(policy(tokens, actions)[0][actions].detach())
         logprobs.append(alone)
-    *_, (_, _, advantages, *_) = used  # the last call is for the log, with the whole batch
+    (_, _, advantages, *_), _ = used[-1]  # the last call is for the log, with the whole batch
     taught = 0
     for b, (student, teacher) in enumerate(zip(*logprobs)):
         group = [j for j in range(b - b % 4, b - b % 4 + 4) if j != b and right[j]]
@@ -295,46 +269,12 @@ def test_the_self_teacher_rates_the_students_own_tokens(variant, train, folder, 
     assert 0 < taught < 16 and m["teacher/taught_frac"] == taught / 16 and m["teacher/kl"] != 0
 
 
-def test_a_teacher_that_knows_no_more_teaches_nothing(variant, train, folder, monkeypatch):  # noqa: F811
+def test_a_teacher_that_knows_no_more_teaches_nothing(variant, train, monkeypatch, spy):  # noqa: F811
     """The same prompt: the same log-probs to the bit, so the tokens are aligned, and no gradient."""
     algo = variant("self_distill")
     monkeypatch.setattr(algo, "ask_again", lambda row, *rest: row["input_ids"])
-    steps = gradients_of(algo, monkeypatch)
-    metrics = train("self_distill", reward=f"{folder}/toy.py:binary", kl_loss_coef=0.0)
+    steps = spy(torch.optim.AdamW, "step", gradients_of)
+    metrics = train("self_distill", reward="binary", kl_loss_coef=0.0)
     assert all(m["teacher/kl"] == 0 and m["actor/grad_norm"] == 0 for m in metrics[1:])
-    assert max(m["teacher/taught_frac"] for m in metrics[1:]) > 0.2 and all(step.abs().max() == 0 for step in steps)
-
-
-def test_without_its_share_self_distill_is_grpo(train, folder, tmp_path):  # noqa: F811
-    from test_variants import flags_of
-
-    reward = {"reward": f"{folder}/toy.py:binary"}
-    flags = flags_of("self_distill", folder) | {"output_dir": str(tmp_path / "grpo"), "run_name": "run"} | reward
-    plain = untimed(read_metrics(grpo.main(grpo.Args(**flags))))
-    for m, other in zip(plain, untimed(train("self_distill", distill_weight=0.0, **reward)), strict=True):
-        assert m == {key: value for key, value in other.items() if key in m}
-    assert "response" in read_rows(tmp_path / "grpo/run/completions/step_000003.jsonl")[0]
-
-
-# --- one process and two
-
-TWO = {
-    "maxrl": {},
-    "optimal_baseline": {},
-    "mask_truncated": {"entropy_coef": 0.05},
-    "self_distill": {"distill_weight": 0.7},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("on", [None, "grpo_llm_fsdp"])
-@pytest.mark.parametrize("name", TWO)
-def test_by_two_as_by_one(name, on, sharded, folder, train, tmp_path):  # noqa: F811
-    reward = {} if name == "mask_truncated" else {"reward": f"{folder}/toy.py:binary"}
-    flags = SOME_END | {"batch_size": 8, "minibatch_size": 16} | TWO[name] | reward
-    script = folder / f"{name}_llm.py"
-    if on:
-        script = folder / f"{name}_{on}.py"
-        script.write_text(sharded(name)[0])
-    found = agreement(script, name, folder, train, tmp_path, **flags)
-    assert all(m["actor/grad_norm"] > 1e-3 and 0 < m["response/truncated_frac"] < 1 for m in found[1:])
+    assert max(m["teacher/taught_frac"] for m in metrics[1:]) > 0.2
+    assert steps and not any(gradient.any() for step in steps for gradient in step)

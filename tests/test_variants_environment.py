@@ -5,9 +5,9 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, TINY, forked, read_metrics, read_rows, refusal, untimed, write_rows
+from conftest import ROOT, TINY, read_rows, refusal, write_rows
 from ranks import load_script
-from test_variants import flags_of, folder, train, variant  # noqa: F401
+from test_variants import folder, resumed, train, variant  # noqa: F401
 from transformers import AutoTokenizer
 
 guess = load_script(ROOT / "notes" / "variants" / "guess.py")
@@ -15,12 +15,9 @@ GUESS = {"environment": f"{ROOT}/notes/variants/guess.py:GuessInText", "max_resp
 
 
 @pytest.fixture
-def batches(variant, monkeypatch):  # noqa: F811
-    """What main makes batches of: a list of (rows, Responses, (tokens, mask, rollout_logprobs, lengths))."""
-    algo, found = variant("environment"), []
-    real = algo.to_batch
-    monkeypatch.setattr(algo, "to_batch", lambda *args: found.append((*args[:2], real(*args))) or found[-1][2])
-    return found
+def batches(variant, spy):  # noqa: F811
+    """What main makes batches of: a list of ((rows, Responses, device), (tokens, mask, rollout_logprobs, lengths))."""
+    return spy(variant("environment"), "to_batch")
 
 
 @pytest.fixture
@@ -72,16 +69,15 @@ def bisect(text):
 # ------------------------------------------------------------------------------------------------- what is trained
 
 
-def test_what_was_sampled_is_trained_and_nothing_else(variant, train, folder, batches, monkeypatch):  # noqa: F811
-    algo, noises, passes = variant("environment"), [], []
-    real, real_pass = algo.generate, algo.forward_all
-    monkeypatch.setattr(algo, "generate", lambda *args: noises.append(args[1:3]) or real(*args))
-    monkeypatch.setattr(algo, "forward_all", lambda *args: passes.append(args) or real_pass(*args))
+def test_what_was_sampled_is_trained_and_nothing_else(variant, train, folder, batches, monkeypatch, spy):  # noqa: F811
+    algo = variant("environment")
+    noises = spy(algo, "generate", lambda model, prompts, noise, *_: (prompts, noise))
+    passes = spy(algo, "forward_all", lambda module, *_: module)
     ends = [1, *range(3, 9)]
     monkeypatch.setattr(algo, "collect_eos_ids", lambda *args: ends)  # more of them, for more turns
     metrics = train("environment", total_iterations=2)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    rows, responses, (tokens, mask, _, _) = batches[0]
+    (rows, responses, _), (tokens, mask, _, _) = batches[0]
     turns = []
     for row, response, trained in zip(rows, responses, mask):
         runs = pieces(algo, response)
@@ -106,7 +102,7 @@ def test_what_was_sampled_is_trained_and_nothing_else(variant, train, folder, ba
         width = 24 - (len(ids) - len(first[i]))
         assert torch.equal(row[:width], noise[i, 24 - width :]) and not row[width:].any()
     # No gradient where the next token is the environment's.
-    policy, hidden = passes[0][0], []
+    policy, hidden = passes[0], []
     decoder = policy.model.get_decoder()
     hook = decoder.register_forward_hook(lambda _, args, output: hidden.append(output.last_hidden_state))
     logprobs, _ = policy(tokens, mask)
@@ -115,24 +111,8 @@ def test_what_was_sampled_is_trained_and_nothing_else(variant, train, folder, ba
     assert torch.equal(gradient.abs().sum(-1) > 0, mask) and 0 < mask.sum() < mask.numel()
 
 
-@pytest.mark.slow
-def test_two_processes_play_the_games_of_one(train, folder, tmp_path):  # noqa: F811
-    flags = {"eval_dataset": str(folder / "test.jsonl"), "eval_rows": 5, "total_iterations": 2}
-    one = untimed(train("environment", **flags))
-    flags |= flags_of("environment", folder) | flags | {"output_dir": tmp_path, "run_name": "two"}
-    code, console = forked(folder / "environment_llm.py", flags)
-    assert code == 0, console
-    for a, b in zip(one, untimed(read_metrics(tmp_path / "two")), strict=True):
-        for metric in a.keys() - {"rollout/logprob_diff"}:
-            assert a[metric] == pytest.approx(b[metric], rel=2e-3, abs=2e-5), metric
-    said = [(tmp_path / run / "completions/eval_sampled_000002.jsonl").read_text() for run in ("0", "two")]
-    assert said[0] == said[1]
-
-
 def test_a_resumed_run_plays_the_games_of_the_unbroken_one(train):  # noqa: F811
-    whole = train("environment", total_iterations=4, run_name="whole")
-    train("environment", total_iterations=2, save_every=2, run_name="part")
-    assert untimed(train("environment", total_iterations=4, run_name="part", resume=True)) == untimed(whole)
+    resumed(train, "environment", 2, total_iterations=4, save_every=2)
 
 
 # ------------------------------------------------------------------------------------------------------ a game
@@ -155,7 +135,7 @@ def test_a_scripted_game(train, scripted, numbers, batches, variant, policy, fla
     scripted(policy)
     flags = numbers | flags
     metrics = train("environment", **flags, eval_rows=8)
-    rows, responses, _ = batches[0]
+    (rows, responses, _), _ = batches[0]
     for row, response in zip(rows, responses):
         assert response.environment.get_reward() == rewards[int(row["answer"]) - 1]
     assert all(len(response.ids) <= flags["max_response_length"] for response in responses)
@@ -180,7 +160,7 @@ def test_a_question_of_reasoning_gym_is_tried_twice(variant, train, batches, tmp
         assert game.get_reward() == reward
     flags = {"model": str(TINY / "model"), "dataset": f"{tmp_path}/train.jsonl", "environment": retry}
     metrics = train("environment", **flags, max_response_length=64, batch_size=4, group_size=2, total_iterations=1)
-    _, responses, _ = batches[0]
+    (_, responses, _), _ = batches[0]
     tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
     said = [tokenizer.decode(ids) for response in responses for was, ids in pieces(algo, response) if not was]
     assert {*said} == {"\nThat is wrong, try again.\n"} and metrics[1]["response/turns_mean"] == 1 + len(said) / 8

@@ -5,69 +5,14 @@ import math
 
 import pytest
 import torch
-from ranks import load_script
-from test_variants import (  # noqa: F401
-    ROOT,
-    agreement,
-    flags_of,
-    folder,
-    read_metrics,
-    sharded,
-    told_otherwise,
-    train,
-    untimed,
-    variant,
-)
-
-grpo = load_script(ROOT / "grpo_llm.py")
-
-
-def by_grpo(name, folder, tmp_path, **changes):
-    """Metrics of grpo_llm.py itself, with the flags of a variant's tests."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    flags = flags_of(name, folder) | {"output_dir": str(tmp_path), "run_name": f"grpo{len(list(tmp_path.iterdir()))}"}
-    return read_metrics(grpo.main(grpo.Args(**flags | changes)))
-
-
-def token_gradients(algo, monkeypatch):
-    """What every micro-batch of the update has, as a list of [mask, new, old, advantages, gradient] that grows."""
-    calls = []
-    real_forward, real_loss = algo.Policy.forward, algo.policy_loss
-
-    def forward(policy, tokens, mask):
-        results = real_forward(policy, tokens, mask)
-        if results[0].requires_grad:
-            calls.append([mask])
-        return results
-
-    def policy_loss(new, old, advantages, *limits):
-        if new.requires_grad:
-            calls[-1].extend([new.detach(), old, advantages])
-            new.register_hook(calls[-1].append)
-        return real_loss(new, old, advantages, *limits)
-
-    monkeypatch.setattr(algo.Policy, "forward", forward)
-    monkeypatch.setattr(algo, "policy_loss", policy_loss)
-    return calls
+from conftest import untimed
+from test_variants import folder, grpo, script_of, token_gradients, told_otherwise, train, variant  # noqa: F401
 
 
 def moved(olds, news, advantages):
     """Log-probs before and after (with a gradient), and advantages, of tokens with these probabilities."""
     old, new, advantages = (torch.tensor(x, dtype=torch.float64) for x in (olds, news, advantages))
     return old.log(), new.log().requires_grad_(), advantages
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("on", [None, "grpo_llm_fsdp"])
-@pytest.mark.parametrize("name", ["sapo", "dppo", "icepop", "cov"])
-def test_one_and_two_processes_agree(name, on, sharded, folder, train, tmp_path):
-    script = folder / f"{name}_llm.py"
-    if on:
-        script = folder / f"{name}_{on}.py"
-        script.write_text(sharded(name)[0])
-    agreement(script, name, folder, train, tmp_path, total_iterations=4)
 
 
 # --- sapo
@@ -95,9 +40,9 @@ def test_sapos_gate_has_no_edge_and_closes_faster_on_bad_tokens(variant):
     assert (weights[-1] < weights[1])[off].all()
 
 
-def test_on_policy_sapo_is_grpo(train, folder, tmp_path):
+def test_on_policy_sapo_is_grpo(train):
     flags = {"lr": 0.0, "total_iterations": 1}
-    soft, hard = untimed(train("sapo", **flags))[1], untimed(by_grpo("sapo", folder, tmp_path, **flags))[1]
+    soft, hard = untimed(train("sapo", **flags))[1], untimed(train("sapo", on=script_of("sapo"), **flags))[1]
     assert soft["actor/clipfrac"] == hard["actor/clipfrac"] == 0
     assert soft["actor/grad_norm"] == pytest.approx(hard["actor/grad_norm"], rel=1e-5)
     assert soft.keys() == hard.keys()
@@ -149,12 +94,10 @@ def test_dppos_kl_is_that_of_two_outcomes(variant):
 
 
 @pytest.mark.parametrize("kind", ["tv", "kl"])
-def test_dppos_region_is_around_the_sampler(kind, variant, train, monkeypatch):
+def test_dppos_region_is_around_the_sampler(kind, variant, train, monkeypatch, spy):
     """Half of the responses come with log-probs that are lower by 0.008: the ratio of the first step has that in it."""
-    algo, passes = variant("dppo"), []
-    told_otherwise(algo, monkeypatch, 0.004)
-    real = algo.forward_all
-    monkeypatch.setattr(algo, "forward_all", lambda *args: passes.append(args) or real(*args))
+    told_otherwise(variant("dppo"), monkeypatch, 0.004)
+    passes = spy(variant("dppo"), "forward_all")
     first = train("dppo", total_iterations=1, lr=0.0, kl_loss_coef=0.0, divergence=kind)[1]
     assert not passes  # a pass less
     assert first["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.008)) / 2, abs=1e-6)
@@ -214,17 +157,16 @@ def test_only_bad_responses_are_left_behind(variant):
         assert found.all(1).nonzero().flatten().tolist() == rows and torch.equal(found.all(1), found.any(1))
 
 
-def test_what_is_left_behind_has_no_policy_gradient(variant, train, monkeypatch):
+def test_what_is_left_behind_has_no_policy_gradient(variant, train, monkeypatch, spy):
     """Every other response is claimed to have been likelier by 0.008 per token: those of negative advantage go."""
-    algo, asked = variant("icepop"), []
+    algo = variant("icepop")
     told_otherwise(algo, monkeypatch, -0.004)
-    real = algo.left_behind
-    monkeypatch.setattr(algo, "left_behind", lambda *args: asked.append(args) or real(*args))
+    asked = spy(algo, "left_behind")
     calls = token_gradients(algo, monkeypatch)
     flags = {"lr": 0.0, "kl_loss_coef": 0.0, "total_iterations": 1, "microbatch_tokens": 10**6, "minibatch_size": 16}
     metrics = train("icepop", off_policy_delta=0.005, **flags)[1]
     ((mask, new, _, advantages, gradient),) = calls
-    _, rollout, *_ = asked[0]  # of the same rows
+    (_, rollout, *_), _ = asked[0]  # of the same rows
     fallen = torch.where(mask, rollout - new, 0).sum(1) / 12  # 0.008 or 0
     left = (fallen > 0.005) & (advantages < 0).any(1)
     assert 0 < left.sum() < (fallen > 0.005).sum() == 8

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import torch
-from conftest import forked, make_model, read_metrics, read_rows, refusal, untimed
-from test_variants import flags_of, folder, grpo, sharded, train, variant  # noqa: F401
+from conftest import make_model, read_rows, refusal
+from test_variants import flags_of, folder, resumed, script_of, sharded, train, train_by_two, variant  # noqa: F401
 from torch import nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.model_runner import ModelRunner
@@ -71,13 +71,13 @@ def test_a_response_ends_with_the_first_eos_or_is_truncated(train, seen, tmp_pat
 
 
 @pytest.fixture
-def check_greedy_answers(train, folder, tmp_path):
+def check_greedy_answers(train, tmp_path):
     """They have to be those of `generate`."""
 
     def check(**flags):
-        flags |= {"eval_dataset": f"{folder}/test.jsonl", "eval_rows": 5, "total_iterations": 0}
+        flags |= {"eval_rows": 5, "total_iterations": 0}
         train("paged", run_name="paged", **flags)
-        grpo.main(grpo.Args(**flags_of("paged", folder) | flags | {"output_dir": str(tmp_path), "run_name": "plain"}))
+        train("paged", run_name="plain", on=script_of("paged"), **flags)
         paged, plain = (read_rows(tmp_path / name / "completions" / "eval_000000.jsonl") for name in ("paged", "plain"))
         assert len(plain) == 5 and paged == plain
 
@@ -110,7 +110,7 @@ def test_rows_that_lose_their_pages_are_read_again(variant, train, check_greedy_
     assert max(lost) > 1
 
 
-def test_the_engine_has_our_autocast(train, folder, tmp_path, monkeypatch):
+def test_the_engine_has_our_autocast(train, monkeypatch):
     """It runs in a thread of its own, where autocast has to be switched on again."""
     types, forward = set(), nn.Linear.forward
 
@@ -121,18 +121,14 @@ def test_the_engine_has_our_autocast(train, folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(nn.Linear, "forward", linear)
     flags = {"dtype": "bfloat16", "total_iterations": 2, "batch_size": 16, "minibatch_size": 64}
-    metrics = train("paged", run_name="paged", **flags)
+    metrics = train("paged", **flags)
     assert types == {(True, torch.bfloat16), (False, torch.bfloat16)}
-    plain = flags_of("paged", folder) | flags | {"output_dir": str(tmp_path), "run_name": "plain"}
-    plain = read_metrics(grpo.main(grpo.Args(**plain)))
+    plain = train("paged", on=script_of("paged"), **flags)
     assert all(1e-5 < a < 2 * b for a, b in zip(diffs(metrics), diffs(plain), strict=True))
 
 
 def test_a_run_repeats_and_resumes_to_the_bit(train):
-    flags = {"total_iterations": 2, "save_every": 1}
-    whole = untimed(train("paged", run_name="whole", **flags))
-    train("paged", run_name="parts", **flags | {"total_iterations": 1})
-    assert untimed(train("paged", run_name="parts", resume=True, **flags)) == whole
+    resumed(train, "paged", 1, total_iterations=2, save_every=1)
 
 
 def test_an_error_in_the_engine_ends_the_run(train, monkeypatch):
@@ -147,13 +143,11 @@ def test_an_error_in_the_engine_ends_the_run(train, monkeypatch):
 @pytest.mark.slow
 def test_two_processes_answer_alike_when_greedy(train, folder, tmp_path):
     """Sampled responses are others: a rank has one generator for all its rows. One rank has fewer rows, or none."""
-    data = {"eval_dataset": f"{folder}/test.jsonl", "total_iterations": 0}
-    flags = flags_of("paged", folder) | data | {"output_dir": tmp_path}
     for rows in 5, 1:
-        flags |= {"eval_rows": rows, "run_name": f"two{rows}"}
-        code, console = forked(folder / "paged_llm.py", flags)
-        assert code == 0, console
-        train("paged", run_name=f"one{rows}", eval_rows=rows, **data)
+        flags = {"total_iterations": 0, "eval_rows": rows}
+        by_two = flags_of("paged", folder, **flags, output_dir=tmp_path, run_name=f"two{rows}")
+        train_by_two(folder / "paged_llm.py", by_two)
+        train("paged", run_name=f"one{rows}", **flags)
         two, one = (read_rows(tmp_path / f"{n}{rows}" / "completions" / "eval_000000.jsonl") for n in ("two", "one"))
         assert two == one and len(one) == rows
 
@@ -164,8 +158,6 @@ def test_a_sharded_policy_is_sampled_from(sharded, folder, tmp_path, dtype):
     """Where a device has gathered it."""
     path = folder / "paged_fsdp.py"
     path.write_text(sharded("paged")[0])
-    flags = flags_of("paged", folder) | {"output_dir": tmp_path, "run_name": "run", "lr": 0.02, "dtype": dtype}
-    code, console = forked(path, flags | {"rollout_params": "gathered"})
-    assert code == 0, console
-    found = diffs(read_metrics(tmp_path / "run"))
+    flags = {"lr": 0.02, "dtype": dtype, "rollout_params": "gathered", "output_dir": tmp_path, "run_name": "run"}
+    found = diffs(train_by_two(path, flags_of("paged", folder, **flags)))
     assert len(found) == 3 and max(found) < (1e-6 if dtype == "float32" else 0.02)
