@@ -348,7 +348,7 @@ def test_a_variant_can_be_sharded(name, sharded):
         compile(text, name, "exec")
 
 
-# ------------------------------------------------------------------------------- ------------------- by two as by one
+# ------------------------------------------------------------------------------------------------- by two as by one
 
 
 def assert_close(ones, twos, rel, abs=1e-5):
