@@ -117,9 +117,8 @@ def test_nothing_moves_without_a_learning_rate(toy_run):
             assert m["actor/grad_norm"] > 0
 
 
-def test_a_group_shares_one_prefill_and_has_noise_of_its_own(toy_run, monkeypatch):
-    calls, real = [], grpo.generate
-    monkeypatch.setattr(grpo, "generate", lambda *args: calls.append(args) or real(*args))
+def test_a_group_shares_one_prefill_and_has_noise_of_its_own(toy_run, spy):
+    calls = spy(grpo, "generate", lambda *args: args)
     toy_run(batch_size=3, group_size=4, minibatch_size=12, rollout_batch_size=5)
     prompts, uniforms = [prompt for args in calls[:3] for prompt in args[1]], torch.cat([args[2] for args in calls[:3]])
     assert [len(args[1]) for args in calls] == [5, 5, 2] * 2  # a group may be cut: its prompt is read twice
@@ -128,9 +127,8 @@ def test_a_group_shares_one_prefill_and_has_noise_of_its_own(toy_run, monkeypatc
     assert torch.equal(uniforms, torch.rand(3, 4, 10, generator=stream, dtype=torch.float64).flatten(0, 1))
 
 
-def test_the_metrics_of_advantages_cover_every_token(toy_run, monkeypatch):
-    calls, real = [], grpo.policy_loss
-    monkeypatch.setattr(grpo, "policy_loss", lambda *args: calls.append(args) or real(*args))
+def test_the_metrics_of_advantages_cover_every_token(toy_run, spy):
+    calls = spy(grpo, "policy_loss", lambda *args: args)
     _, (_, m) = toy_run(total_iterations=1, max_response_length=30)  # some end before
     advantages = calls[-1][2]  # those of the whole batch, for the log; none is 0 but where no action is
     of_tokens = advantages[advantages != 0]
