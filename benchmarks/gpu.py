@@ -492,7 +492,8 @@ def make_table(card, rows, work):
             lines = [columns, ["---"] * len(columns), *cells]
             text += "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
     short, wide, long = work.values()
-    lengths = [*short[::4], *wide[::4], long.responses, f"{long.prompt} + {long.response}"]
+    lengths = short.responses, short.response, wide.responses, wide.response
+    lengths += long.responses, f"{long.prompt} + {long.response}"
     return f"{text}\n{NOTES.format(*lengths)}\n"
 
 

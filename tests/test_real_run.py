@@ -22,7 +22,8 @@ PAGE = (ROOT / "notes" / "real-run.md").read_text()
 SMALL = "--batch-size 4 --group-size 4 --minibatch-size 8 --rollout-batch-size 8 --max-prompt-length 400 --track none"
 SMALL += " --max-response-length 6 --total-iterations 2 --eval-every 1 --eval-rows 3 --save-every 1"
 # What else stands on the page, and is not run: it installs, or shows curves.
-NOT_RUN = "export ", "pip install -r", "python3.11 -m venv", "tensorboard --logdir", "python benchmarks/plot.py"
+NOT_RUN = "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", "pip install -r tests/vllm.txt", "python3.11 -m venv"
+NOT_RUN += "tensorboard --logdir", "python benchmarks/plot.py"
 MADE = "git merge-file", "python notes/variants.py"
 # As in Qwen2.5-Instruct, but for the tools and the system's message.
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}

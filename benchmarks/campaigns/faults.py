@@ -421,14 +421,12 @@ def grace(seconds, folder, scripts):
 
     with ThreadPoolExecutor(4) as pool:
         lines = list(pool.map(cells, *zip(*enumerate(cases))))
-    text = f"`python benchmarks/campaigns/faults.py grace {seconds}`: SIGTERM to the launcher of two processes in an "
-    text += (
-        f"iteration of {seconds} s (rollout 12, reward 30, update 12, checkpoint 6 sixtieths of it).\nIt is iteration "
-    )
-    text += (
-        f"{TENTH}, so with `--save-every 10` there is no checkpoint yet. One run a line. 'Same': after `--resume`,\n"
-    )
-    text += "weights and metrics of the undisturbed run, bit for bit.\n\n"
+    text = f"""`python benchmarks/campaigns/faults.py grace {seconds}`: SIGTERM to the launcher of two processes in an
+iteration of {seconds} s (rollout 12, reward 30, update 12, checkpoint 6 sixtieths of it). It is the {TENTH}th, so with
+`--save-every 10` there is no checkpoint yet. One run a line. 'Same': after `--resume`, weights and metrics of the
+undisturbed run, bit for bit.
+
+"""
     head = ["script", "--save-every", "the launcher waits", "SIGTERM in", "iterations lost", "gone after", "same"]
     report("grace", text + common.markdown(head, lines) + "\n")
 

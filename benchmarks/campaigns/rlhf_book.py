@@ -4,9 +4,10 @@
     python benchmarks/campaigns/rlhf_book.py rlhf-book/code --python BOOK/bin/python
 
 BOOK is an environment with what their pyproject.toml lists. Their loop, sampler, losses and optimizer run as they are,
-in one process on one thread as ours do. Given to them are our model in float32, questions and verifier (theirs want
-tags), the sizes and learning rate of our defaults, and sampling from the whole distribution at temperature 1. As in
-their configs, critic and policy have one optimizer, and there is no KL.
+in one process on one thread as ours do. (Of commit a66b0bf: they sample one prompt at a time, and always recompute
+activations.) Given to them are our model in float32, questions and verifier (theirs want tags), the sizes and learning
+rate of our defaults, and sampling from the whole distribution at temperature 1. As in their configs, critic and policy
+have one optimizer, and there is no KL; ours has none here either.
 """
 
 import argparse
@@ -122,7 +123,9 @@ def main():
         spread = common.spread(seconds, 2, statistics.median), common.spread(scores), common.spread(ratios, 3)
         rows.append([f"{algorithm.upper()}, {name}", iterations, *spread])
     head = ["", "iterations", "iteration, s", "score in the last three", "ours takes, of its time"]
-    text = f"`python {Path(__file__).relative_to(ROOT)}`, in turns, seeds {', '.join(map(str, args.seeds))}.\n\n"
+    seeds = ", ".join(map(str, args.seeds))
+    text = f"`python {Path(__file__).relative_to(ROOT)}`, in turns, seeds {seeds}. Without a KL.\n"
+    text += "Theirs samples one prompt at a time, and always recomputes activations (commit a66b0bf).\n\n"
     text += common.markdown(head, rows) + "\n"
     (common.RESULTS / "speed" / "rlhf_book.md").write_text(text)
     print(text)
