@@ -1,27 +1,20 @@
 """Do the tests notice a wrong line? Fixed operators make faults; a seeded sample of them meets the default suite.
 
-    python benchmarks/campaigns/mutants.py list --count 125 --seed 1          the sample, without a run
-    python benchmarks/campaigns/mutants.py run --count 125 --seed 1           the sample, or what is left of it
-    python benchmarks/campaigns/mutants.py run --only ppo_llm.py:412:sign:0   one, with the console of what killed it
-    python benchmarks/campaigns/mutants.py score                              how many were killed, and the survivors
+    python benchmarks/campaigns/mutants.py run --count 125 --seed 1     the sample, or what is left of it
+    python benchmarks/campaigns/mutants.py score                        how many were killed, and the survivors
 
 A mutant is one change to one code line of the three scripts or of notes/tiny_ppo.py. A line that several scripts have
 in functions of the same name (the shared functions, and what their `main`s have in common) changes in all of them at
 once: otherwise they would only disagree with each other, and a fault that is in all of them would never be tried. Tests
 of identity, size, documentation and patches are not run, nor those that merge the scripts: they would notice any
-change, even a right one. The others run in one process, the most likely files first, until one fails. A mutant that
-keeps them from ever finishing counts as killed, too.
+change, even a right one. The others run in one process, the most likely files first, until one fails, in a copy of what
+git has committed or staged. A mutant that keeps them from ever finishing counts as killed, too.
 """
 
 import argparse
 import ast
-import csv
-import importlib.util
-import os
 import random
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +22,8 @@ import time
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest  # noqa: F401 - without it every mutant would seem killed
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import common
@@ -38,15 +33,19 @@ RESULTS = common.RESULTS / "mutants"
 SCRIPTS = "ppo_llm.py", "grpo_llm.py", "ppo_llm_fsdp.py"
 TINY = "notes/tiny_ppo.py"
 FILES = *SCRIPTS, TINY
+LIMIT = 1200  # seconds for a mutant
 # In the order for a line of `main`. Not among them: what looks at the text of scripts and notes, or applies patches.
 TESTS = "oracle loop ranks launch resume forward groups math data reward faults devices sharding architectures speed"
 TESTS = TESTS.split()
 NOT_COUNTED = "shared_functions or byte_identical or compose or grpo_llm_fsdp"
 NOT_COUNTED_TINY = "pieces_of_the_chapter or counts_right or as_short_as"
-COLUMNS = "id", "where", "before", "after", "verdict", "test", "seconds"
 # before, after: the lines that change, whole; the `nth` time (from 0) that these lines come in the function.
 Mutant = namedtuple("Mutant", "id function operator before after nth")
 
+OPERATORS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is"}
+OPERATORS |= {ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in", ast.And: "and", ast.Or: "or", ast.Add: "+"}
+OPERATORS |= {ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**"}
+OPERATORS |= {ast.BitAnd: "&", ast.BitOr: "|", ast.MatMult: "@"}
 TURNED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "==", "in": "not in", "not in": "in"}
 TURNED |= {"is": "is not", "is not": "is"}
 EDGES = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
@@ -79,27 +78,9 @@ class Source:
 
     def between(self, left, right, old):
         """The place of an operator's sign between two operands."""
-        start, end = self.span(left)[1], self.span(right)[0]
-        word = r"\s+".join(map(re.escape, old.split()))
-        bounds = r"\b" if old[0].isalpha() else ""
-        found = re.search(bounds + word + bounds, self.text[start:end])
-        return (start + found.start(), start + found.end()) if found else None
-
-
-def is_documentation(node):
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
-def is_operator(op, sign):
-    if sign in ("and", "or"):
-        return False
-    expression = ast.parse(f"a {sign} b", mode="eval").body
-    return type(op) is type(expression.ops[0] if isinstance(expression, ast.Compare) else expression.op)
-
-
-def is_kept(node):
-    """An assignment to a part of something, without which the name would still be there."""
-    return isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Name | ast.Tuple)
+        start = self.text.index(old, self.span(left)[1])
+        assert start < self.span(right)[0]
+        return start, start + len(old)
 
 
 def changes(source):
@@ -109,7 +90,7 @@ def changes(source):
     for node in ast.walk(source.node):
         if isinstance(node, ast.Subscript):
             subscripts |= {id(x) for x in ast.walk(node.slice)}
-        if is_documentation(node) or isinstance(node, ast.JoinedStr):
+        if isinstance(node, ast.JoinedStr):
             skipped |= {id(x) for x in ast.walk(node)}
         if isinstance(node, ast.AnnAssign):
             skipped |= {id(x) for x in ast.walk(node.annotation)}
@@ -119,35 +100,31 @@ def changes(source):
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
             for left, right, op in zip(operands, operands[1:], node.ops):
+                old = OPERATORS[type(op)]
                 for name, table in ("comparison", TURNED), ("edge", EDGES):
-                    for old, new in table.items():
-                        if is_operator(op, old) and (place := source.between(left, right, old)):
-                            yield name, *place, new
-        elif isinstance(node, ast.BinOp):
-            for old, new in SIGNS.items():
-                if is_operator(node.op, old) and (place := source.between(node.left, node.right, old)):
-                    yield "sign", *place, new
+                    if old in table:
+                        yield name, *source.between(left, right, old), table[old]
+        elif isinstance(node, ast.BinOp) and OPERATORS[type(node.op)] in SIGNS:
+            old = OPERATORS[type(node.op)]
+            yield "sign", *source.between(node.left, node.right, old), SIGNS[old]
         elif isinstance(node, ast.BoolOp):
-            old = "and" if isinstance(node.op, ast.And) else "or"
-            if place := source.between(node.values[0], node.values[1], old):
-                yield "sign", *place, SIGNS[old]
+            old = OPERATORS[type(node.op)]
+            yield "sign", *source.between(*node.values[:2], old), SIGNS[old]
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
             yield "sign", *source.span(node), source.of(node.operand)
         elif isinstance(node, ast.AugAssign):
-            old = {ast.Add: "+=", ast.Sub: "-=", ast.Mult: "*=", ast.BitOr: "|="}.get(type(node.op))
-            if old in ("+=", "-=") and (place := source.between(node.target, node.value, old)):
-                yield "sign", *place, "-=" if old == "+=" else "+="
+            old = OPERATORS[type(node.op)]
+            if old in "+-":
+                yield "sign", *source.between(node.target, node.value, old), SIGNS[old]
             yield "line deleted", *source.span(node), "pass"
         elif isinstance(node, ast.Constant):
             value = node.value
-            if isinstance(value, bool) or value is None:
-                if value is not None:
-                    yield "constant", *source.span(node), str(not value)
-            elif isinstance(value, int) and id(node) in subscripts:
-                yield "index", *source.span(node), str(value + 1)
-            elif isinstance(value, int | float):
-                new = value + 1 if isinstance(value, int) else value * 2 if value else 1.0
-                yield "constant", *source.span(node), repr(new)
+            if isinstance(value, bool):
+                yield "constant", *source.span(node), str(not value)
+            elif isinstance(value, int):
+                yield "index" if id(node) in subscripts else "constant", *source.span(node), str(value + 1)
+            elif isinstance(value, float):
+                yield "constant", *source.span(node), repr(2 * value or 1.0)
         elif isinstance(node, ast.Slice):
             for end in (node.lower, node.upper):
                 if end is not None and not isinstance(end, ast.Constant):
@@ -171,7 +148,10 @@ def changes(source):
                 between = source.text[first[1] : second[0]]
                 swapped = source.of(plain[1]) + between + source.of(plain[0])
                 yield "arguments swapped", first[0], second[1], swapped
-        elif isinstance(node, ast.Expr) or is_kept(node):
+        elif isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
+            yield "line deleted", *source.span(node), "pass"
+        elif isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Name | ast.Tuple):
+            # To a part of something, without which the name is still there.
             yield "line deleted", *source.span(node), "pass"
         elif isinstance(node, ast.If) and not node.orelse:
             # Under the condition nothing happens any more. (Where it is computed, nothing else is.)
@@ -202,14 +182,8 @@ def all_mutants():
                 after = source.text[first:start] + new + source.text[end:last]
                 line = source.first + source.text[:start].count("\n")
                 number = counted[line, operator] = counted.get((line, operator), -1) + 1
-                mutant = Mutant(
-                    f"{path}:{line}:{operator}:{number}",
-                    name,
-                    operator,
-                    before,
-                    after,
-                    source.text[:first].count(before),
-                )
+                id = f"{path}:{line}:{operator}:{number}"
+                mutant = Mutant(id, name, operator, before, after, source.text[:first].count(before))
                 key = (path in SCRIPTS, *mutant[1:])
                 if key not in seen and is_valid(source.text, mutant):
                     mutants.append(mutant)
@@ -219,11 +193,8 @@ def all_mutants():
 
 def replaced(text, mutant):
     """The function's text with the change; None where it has no such lines."""
-    parts = text.split(mutant.before)
-    if len(parts) <= mutant.nth + 1:
-        return None
-    head = mutant.before.join(parts[: mutant.nth + 1])
-    return head + mutant.after + mutant.before.join(parts[mutant.nth + 1 :])
+    *parts, rest = text.split(mutant.before, mutant.nth + 1)
+    return mutant.before.join(parts) + mutant.after + rest if len(parts) > mutant.nth else None
 
 
 def is_valid(text, mutant):
@@ -235,118 +206,46 @@ def is_valid(text, mutant):
 
 
 def mutate(mutant, folder):
-    """Changes the files of a copy of the project; returns the names of those that changed."""
-    changed = []
+    """Changes the files of a copy of the project."""
     in_scripts = mutant.id.partition(":")[0] in SCRIPTS
     for path in SCRIPTS if in_scripts else [TINY]:
         source = dict(functions(path)).get(mutant.function)
         text = replaced(source.text, mutant) if source else None
         if text:
-            file = folder / path
-            whole = file.read_text()
+            whole = (folder / path).read_text()
             assert whole.count(source.text) == 1
-            file.write_text(whole.replace(source.text, text))
-            changed.append(path)
-    return changed
-
-
-def copy_project(folder):
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in names.rstrip("\0").split("\0"):
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, target)
+            (folder / path).write_text(whole.replace(source.text, text))
 
 
 def test_files(mutant):
-    """Of the default suite, first those that share rare words with the line; no other test reads tiny_ppo.py."""
+    """Of the default suite, first those that name the function most often; no other test reads tiny_ppo.py."""
     if mutant.id.startswith(TINY):
         return ["tiny"]
-    texts = {name: (ROOT / "tests" / f"test_{name}.py").read_text() for name in TESTS}
-    shares = dict.fromkeys(TESTS, 0.0)
-    for word in {*re.findall(r"[a-z_]{4,}", mutant.before), mutant.function}:
-        counts = {name: len(re.findall(rf"\b{word}\b", text)) for name, text in texts.items()}
-        for name, count in counts.items():
-            shares[name] += count / max(1, sum(counts.values()))
     first = {"main": ["oracle"], "Args": ["launch"], "EMBEDDED": ["launch"]}.get(mutant.function, [])
-    return list(dict.fromkeys([*first, *sorted(TESTS, key=lambda name: -shares[name])]))
+    texts = {name: (ROOT / "tests" / f"test_{name}.py").read_text() for name in TESTS}
+    most = sorted(TESTS, key=lambda name: texts[name].count(mutant.function), reverse=True)
+    return list(dict.fromkeys([*first, *most]))
 
 
-def attempt(mutant, limit):
-    """(verdict, test that failed first, seconds, console): killed, timeout or survived."""
+def attempt(mutant):
+    """(killed, timeout or survived; the test that failed first; seconds)."""
     began = time.monotonic()
+    paths = [f"tests/test_{name}.py" for name in test_files(mutant)]
+    unwanted = NOT_COUNTED_TINY if mutant.id.startswith(TINY) else NOT_COUNTED
+    # What hangs is killed with all that it has started.
+    command = ["timeout", "-s", "KILL", str(LIMIT), sys.executable, "-m", "pytest", "-x", "-n", "0"]
+    command += ["-k", f"not ({unwanted})", *paths]
     with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        copy_project(folder)
-        mutate(mutant, folder)
-        paths = [f"tests/test_{name}.py" for name in test_files(mutant)]
-        unwanted = NOT_COUNTED_TINY if mutant.id.startswith(TINY) else NOT_COUNTED
-        words = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-k", f"not ({unwanted})", *paths]
-        command = [sys.executable, "-m", "pytest", *words]
-        with tempfile.TemporaryFile("w+") as file:
-            # A session of its own: what hangs is killed with all that it has started.
-            process = subprocess.Popen(
-                command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                process.wait(timeout=limit)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            subprocess.run(["pkill", "-9", "-f", str(folder)], check=False)
+        subprocess.run(["git", "checkout-index", "--all", f"--prefix={folder}/"], cwd=ROOT, check=True)
+        mutate(mutant, Path(folder))
+        with open(f"{folder}/console.txt", "w+") as file:
+            code = subprocess.run(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT).returncode
+            subprocess.run(["pkill", "-9", "-f", folder])
             file.seek(0)
             console = file.read()
-    seconds = time.monotonic() - began
-    if process.returncode < 0:
-        return "timeout", "", seconds, console
-    if process.returncode == 0:
-        return "survived", "", seconds, console
-    failures = re.findall(r"(?m)^(?:FAILED|ERROR) (\S+)", console)
-    return "killed", failures[0] if failures else paths[0], seconds, console
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["list", "run", "score"])
-    parser.add_argument("--count", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", help="the id of a mutant")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
-    parser.add_argument("--limit", type=int, default=1200, help="seconds for a mutant")
-    args = parser.parse_args()
-    if args.what == "run" and importlib.util.find_spec("pytest") is None:  # otherwise every mutant would seem killed
-        sys.exit("mutants.py run needs pytest: pip install -e '.[test]'")
-    mutants = all_mutants()
-    chosen = [x for x in mutants if x.id == args.only] if args.only else sample(mutants, args.count, args.seed)
-    path = RESULTS / f"seed_{args.seed}.csv"
-    done = {row["id"]: row for row in csv.DictReader(path.open())} if path.exists() and not args.only else {}
-    if args.what == "list":
-        print(f"{len(mutants)} mutants")
-        for mutant in chosen:
-            print(f"{mutant.id} in {mutant.function}\n-{mutant.before}\n+{mutant.after}")
-    if args.what == "run":
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        todo = [mutant for mutant in chosen if mutant.id not in done]
-        with ThreadPoolExecutor(args.jobs) as pool:
-            for mutant, found in zip(todo, pool.map(lambda mutant: attempt(mutant, args.limit), todo)):
-                verdict, test, seconds, console = found
-                row = dict(zip(COLUMNS, [mutant.id, mutant.function, mutant.before.strip(), mutant.after.strip()]))
-                row |= {"verdict": verdict, "test": test, "seconds": f"{seconds:.0f}"}
-                print(row, flush=True)
-                if args.only:
-                    print(console[-6000:])
-                    continue
-                fresh = not path.exists()
-                with path.open("a") as file:
-                    writer = csv.DictWriter(file, COLUMNS)
-                    if fresh:
-                        writer.writeheader()
-                    writer.writerow(row)
-    if args.what == "score":
-        survivors = [row for row in done.values() if row["verdict"] == "survived"]
-        print(f"{len(done) - len(survivors)} of {len(done)} killed")
-        for row in survivors:
-            print(f"{row['id']} in {row['where']}\n-    {row['before']}\n+    {row['after']}")
+    verdict = "survived" if code == 0 else "timeout" if code < 0 else "killed"
+    failures = re.findall(r"(?m)^(?:FAILED|ERROR) (\S+)", console) or paths
+    return verdict, failures[0] if verdict == "killed" else "", time.monotonic() - began
 
 
 def sample(mutants, count, seed):
@@ -356,6 +255,32 @@ def sample(mutants, count, seed):
     for mutant in mutants:
         lines.setdefault(tuple(mutant.id.split(":")[:2]), []).append(mutant)
     return [noise.choice(lines[line]) for line in noise.sample(sorted(lines), min(count, len(lines)))]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "score"])
+    parser.add_argument("--count", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
+    args = parser.parse_args()
+    path = RESULTS / f"seed_{args.seed}.csv"
+    rows = common.read_csv(path) if path.exists() else []
+    if args.what == "run":
+        known = {row["id"] for row in rows}
+        todo = [mutant for mutant in sample(all_mutants(), args.count, args.seed) if mutant.id not in known]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for mutant, (verdict, test, seconds) in zip(todo, pool.map(attempt, todo)):
+                row = {"id": mutant.id, "where": mutant.function, "before": mutant.before.strip()}
+                row |= {"after": mutant.after.strip(), "verdict": verdict, "test": test, "seconds": f"{seconds:.0f}"}
+                print(row, flush=True)
+                rows.append(row)
+                common.write_csv(path, rows)
+    if args.what == "score":
+        survivors = [row for row in rows if row["verdict"] == "survived"]
+        print(f"{len(rows) - len(survivors)} of {len(rows)} killed")
+        for row in survivors:
+            print(f"{row['id']} in {row['where']}\n-    {row['before']}\n+    {row['after']}")
 
 
 if __name__ == "__main__":
