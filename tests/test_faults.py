@@ -66,7 +66,7 @@ def test_a_long_run_grows_neither_memory_nor_open_files(algo, toy_run, monkeypat
     [("an answer that is a time", "ppo_llm_fsdp", "named"), ("a reward of many types", "grpo_llm", "ran")],
 )
 def test_what_users_get_wrong(name, stem, verdict, tmp_path, monkeypatch):
-    """All of them, and all scripts: python benchmarks/campaigns/faults.py inputs 183. No verdict is an accident."""
+    """All of them, and all scripts: python benchmarks/campaigns/faults.py inputs 81. No verdict is an accident."""
     assert f"faults.py inputs {len(faults.INPUTS)} " in faults.__doc__
     found, said = faults.one_input(name, ROOT / f"{stem}.py", tmp_path / "case")
     assert found == verdict, said

@@ -6,15 +6,15 @@
     python benchmarks/campaigns/faults.py delays 8     one process 20 seconds late at random points: the same weights?
     python benchmarks/campaigns/faults.py disk 12      the disk is full, then larger; or it is read-only (as root)
     python benchmarks/campaigns/faults.py soak 2000    2,000 iterations with everything on: memory, speed, file handles
-    python benchmarks/campaigns/faults.py inputs 183   what users get wrong in data, models, rewards, flags, checkpoints
+    python benchmarks/campaigns/faults.py inputs 81    what users get wrong in data, models, rewards, flags, checkpoints
 
 Each run has two processes on a CPU (`inputs`: one), the embedded model and small batches. The scripts take turns,
 together with the fourth one that they compose and, in `kills`, a variant that saves additional state; --scripts selects
 fewer. They are copied first, so you can edit them meanwhile. Results go to benchmarks/results/faults/. `kills` appends
 to its kills.jsonl, and `kills 0` only writes its table again.
 
-`kills`, `signals`, `delays` and `disk` are rows of CAMPAIGNS: how a run is disturbed, and what the table says. All of
-`inputs` are rows of INPUTS: what is wrong, and what the run has to say or to do.
+All of `inputs` are rows of INPUTS: what is wrong, and what the run has to say or to do. What the tests try in the same
+way is not among them.
 """
 
 import argparse
@@ -43,6 +43,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import datasets
+import pandas
+import psutil
+import transformers
 from safetensors.torch import load_file
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -63,19 +67,15 @@ HANGS = 90  # seconds after which what is left of a killed run is killed as well
 
 # A reward that sleeps at random: a seed, a rank and how often are in the environment.
 SLOW = """
-import os, random, sys, time
-sys.path.insert(0, {folder!r})
-import {script} as algo
+import os, random, time
+from ppo_llm import gsm8k
 
-real, rng = algo.compute_scores, random.Random(int(os.environ["SEED"]))
+rng = random.Random(int(os.environ["SEED"]))
 
-def compute_scores(*args):
+def late(responses, answers):
     if os.environ["RANK"] == os.environ["LATE"] and rng.random() < 0.3:
         time.sleep(20)
-    return real(*args)
-
-algo.compute_scores = compute_scores
-algo.main(algo.parse_args())
+    return gsm8k(responses, answers)
 """
 
 # Iteration TENTH of a run takes `SECONDS`, half of them in the reward: what each phase sleeps at its first step, or in
@@ -130,6 +130,7 @@ def copy_scripts(folder, scripts):
     (folder / "grpo_llm_fsdp.py").write_bytes(subprocess.check_output(merge, cwd=folder))
     if VARIANT in scripts:
         (folder / f"{VARIANT}.py").write_text(variants.patched(VARIANT))
+    (folder / "slow.py").write_text(SLOW)
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     common.write_lines(folder / "test.jsonl", common.read_lines(common.TINY / "test.jsonl")[:16])
 
@@ -169,23 +170,32 @@ class Run:
             self.kill()
             return "hangs"
 
+    def until(self, condition):
+        """Waits until this function returns true, as it must while the run goes on."""
+        while not condition():
+            assert self.launcher.poll() is None, self.said()[-3000:]
+            time.sleep(0.02)
+
+    def until_gone(self, limit=math.inf):
+        """Waits until no process is left, `limit` seconds at most, and returns how many."""
+        begin = time.monotonic()
+        while (self.launcher.poll() is None or self.processes()) and time.monotonic() - begin < limit:
+            time.sleep(0.05)
+        return time.monotonic() - begin
+
     def processes(self):
-        """Their ids, without the launcher's."""
+        """All but the launcher."""
         found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = path.read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if self.name.encode() in words and b"launch" not in words:
-                found.append(int(path.parent.name))
-        return sorted(found)
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []  # a process that has just ended has none
+            if {self.name, str(self.path.parent)} <= {*words} and "launch" not in words:
+                found.append(process)
+        return found
 
     def kill(self):
         """kill -9 for all processes, the launcher too."""
-        for pid in (*self.processes(), self.launcher.pid):
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                os.kill(pid, signal.SIGKILL)
+        for process in (*self.processes(), self.launcher):
+            kill(process)
         self.launcher.wait()
 
     def lines(self):
@@ -194,10 +204,15 @@ class Run:
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
     def checkpoints(self):
-        return ", ".join(sorted(path.name for path in (self.path / "checkpoints").glob("step_*")))
+        return sorted(path.name for path in (self.path / "checkpoints").glob("step_*"))
 
     def said(self):
         return (self.folder / f"{self.name}.txt").read_text()
+
+
+def kill(process):
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        process.kill()
 
 
 def undisturbed(folder, scripts, *flags):
@@ -211,7 +226,8 @@ def undisturbed(folder, scripts, *flags):
     return result
 
 
-# How a run is disturbed. Each starts it, and yields a row of the table when it has ended; then it is resumed.
+# How a run is disturbed. Each starts it, and yields a row of the table when it has ended; then it is resumed. What the
+# docstring says is above the table, but for `killed`, which `count_kills` counts.
 
 
 @contextlib.contextmanager
@@ -221,12 +237,8 @@ def killed(run, rng, turn):
     run.start()
     time.sleep(moment)
     workers = run.processes()
-    with contextlib.suppress(ProcessLookupError):  # it has ended
-        os.kill(rng.choice(workers) if victim == "worker" and workers else run.launcher.pid, signal.SIGKILL)
-    begin = time.monotonic()
-    while (run.launcher.poll() is None or run.processes()) and time.monotonic() - begin < HANGS:
-        time.sleep(0.05)
-    gone = time.monotonic() - begin
+    kill(rng.choice(workers) if victim == "worker" and workers else run.launcher)
+    gone = run.until_gone(HANGS)
     run.kill()
     row = {"victim": victim, "moment": moment, "lines": run.lines(), "saving": bool([*run.path.rglob("unfinished")])}
     yield row | {"finished": (run.path / "final").exists(), "gone": gone}
@@ -234,30 +246,27 @@ def killed(run, rng, turn):
 
 @contextlib.contextmanager
 def stopped(run, rng, turn):
-    """SIGTERM to the launcher, as a scheduler sends it, while two other processes keep the CPU busy."""
+    """SIGTERM to the launcher of two processes, while two others keep the machine busy; `--save-every 0`, so the only
+    checkpoint is the one that the signal asks for; then `--resume`."""
     spin = f"import os\nwhile os.getppid() == {os.getpid()}: pass"  # until this process has gone
     busy = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
     after = rng.randint(1, 8)
     run.start("--save-every", "0")
-    while run.lines() <= after:
-        assert run.launcher.poll() is None, run.said()[-3000:]
-        time.sleep(0.1)
+    run.until(lambda: run.lines() > after)
     time.sleep(rng.uniform(0, 2))
     run.launcher.send_signal(signal.SIGTERM)
     begin = time.monotonic()
     row = {"exit code": run.wait(300), "seconds to the end": f"{time.monotonic() - begin:.1f}"}
-    yield row | {"iterations done": run.lines() - 1, "checkpoint": run.checkpoints()}
+    yield row | {"iterations done": run.lines() - 1, "checkpoint": ", ".join(run.checkpoints())}
     for process in busy:
         process.kill()
 
 
 @contextlib.contextmanager
 def late(run, rng, turn):
-    """One process sleeps 20 seconds at random points."""
-    program = run.folder / f"late_{run.script}.py"
-    program.write_text(SLOW.format(folder=str(run.folder), script=run.script))
+    """runs in which one process sleeps 20 seconds at random points."""
     rank, begin = str(turn % 2), time.monotonic()
-    run.start(program=program, SEED=str(rng.randrange(1000)), LATE=rank)
+    run.start("--reward", f"{run.folder}/slow.py:late", SEED=str(rng.randrange(1000)), LATE=rank)
     code = run.wait(3600)
     seconds = time.monotonic() - begin - run.seconds
     yield {"late process": rank, "seconds longer": round(seconds), "code": code}
@@ -265,7 +274,9 @@ def late(run, rng, turn):
 
 @contextlib.contextmanager
 def full(run, rng, turn):
-    """In a file system in memory (to mount it needs root) that is full before the run ends, and then larger."""
+    """two processes, a checkpoint every iteration, two kept; the disk is full, the run ends; on a larger disk
+    `--resume` continues it. 'Disk': its size, of what the undisturbed run leaves; while it saves there is a third
+    checkpoint."""
     files = (run.folder / f"{run.script}-whole").rglob("*")
     needed = sum(file.stat().st_size for file in files if file.is_file()) / 2**20
     size = rng.uniform(0.1, 1.2) * needed
@@ -274,13 +285,14 @@ def full(run, rng, turn):
         code = run.wait(300)
         row = {"disk": f"{size:.0f} of {needed:.0f} MiB", "run": "ended" if code else "was done"}
         row |= {"it said": cause(run) if code else "", "iterations done": run.lines() - 1}
-        row["checkpoints"] = run.checkpoints()
+        row["checkpoints"] = ", ".join(run.checkpoints())
         subprocess.run(["mount", "-o", "remount,size=2g", str(run.path.parent)], check=True)
         yield row
 
 
 @contextlib.contextmanager
 def mounted(place, options):
+    """A file system in memory. To mount it needs root."""
     place.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], check=True)
     try:
@@ -295,42 +307,20 @@ def cause(run):
     return found[-1].split("]: ")[-1][:80] if found else run.said()[-200:]
 
 
-class Campaign(NamedTuple):
-    disturb: Callable
-    about: str  # the table
-    resumes: bool = True
-    place: str = "."  # of the runs
-
-
-CAMPAIGNS = {
-    "kills": Campaign(killed, ""),  # counted by `count_kills`
-    "signals": Campaign(
-        stopped,
-        "SIGTERM to the launcher of two processes, while two others keep the machine busy; `--save-every 0`, so the "
-        "only checkpoint is the one that the signal asks for; then `--resume`.",
-    ),
-    "delays": Campaign(late, "runs in which one process sleeps 20 seconds at random points.", resumes=False),
-    "disk": Campaign(
-        full,
-        "two processes, a checkpoint every iteration, two kept; the disk is full, the run ends; on a larger disk "
-        "`--resume` continues it. 'Disk': its size, of what the undisturbed run leaves; while it saves there is a "
-        "third checkpoint.",
-        place="disk",
-    ),
-}
+CAMPAIGNS = {"kills": killed, "signals": stopped, "delays": late, "disk": full}
 
 
 def disturbed(what, count, folder, scripts):
     """Each script in turn is disturbed and resumed to its end, which should be that of the undisturbed run."""
-    campaign, log = CAMPAIGNS[what], RESULTS / "kills.jsonl"
+    log, place = RESULTS / "kills.jsonl", folder / "disturbed"
     earlier = len(common.read_lines(log)) if what == "kills" and log.exists() else 0
     whole, rng, rows = undisturbed(folder, scripts if count else ()), random.Random(f"{what} {earlier}"), []
     for number in range(earlier, earlier + count):
         script = scripts[number % len(scripts)]
-        run = Run(folder, script, f"{what}-{number}", place=folder / campaign.place)
+        run = Run(folder, script, f"{what}-{number}", place=place)
         run.seconds = whole[script][1]
-        with campaign.disturb(run, rng, number // len(scripts)) as row:
-            if campaign.resumes:
+        with CAMPAIGNS[what](run, rng, number // len(scripts)) as row:
+            if what != "delays":
                 run.start("--resume")
                 row["code"] = run.wait()
             row["same"] = row["code"] == 0 and outcome(run.path) == whole[script][0]
@@ -347,15 +337,16 @@ def disturbed(what, count, folder, scripts):
                 file.write(json.dumps(rows[-1]) + "\n")
     if what == "kills":
         return report(what, count_kills(common.read_lines(log)))
-    text = f"`python benchmarks/campaigns/faults.py {what} {count}`: {campaign.about} 'Same': weights and metrics of "
-    text += "the undisturbed run, bit for bit; 'code': the exit code in the end.\n\n"
+    about = " ".join(CAMPAIGNS[what].__doc__.split())
+    text = f"`python benchmarks/campaigns/faults.py {what} {count}`: {about} 'Same': weights and metrics of the "
+    text += "undisturbed run, bit for bit; 'code': the exit code in the end.\n\n"
     table = [["yes" if x is True else "NO" if x is False else x for x in row.values()] for row in rows]
     text += common.markdown([*rows[0]], table) + "\n"
     if what == "disk":
         text += "\nOn a disk that is read-only:\n\n"
         for script in scripts:
-            with mounted(folder / "disk", "size=1g,ro"):
-                run = Run(folder, script, f"read-only-{script}", place=folder / "disk")
+            with mounted(place, "size=1g,ro"):
+                run = Run(folder, script, f"read-only-{script}", place=place)
                 run.start()
                 text += f"- {script}: {'ended' if run.wait(300) else 'RAN'}, {cause(run)}\n"
     report(what, text)
@@ -392,17 +383,12 @@ def one_grace(run, seconds, moment, **environment):
     program = run.folder / f"long_{run.script}.py"
     program.write_text(MINUTE.format(folder=str(run.folder), script=run.script, tenth=TENTH))
     run.start(program=program, SECONDS=str(seconds), **environment)
-    begun = run.folder / f"{run.name}-{moment}"
-    while not begun.exists():
-        assert run.launcher.poll() is None, run.said()[-3000:]
-        time.sleep(0.02)
+    run.until((run.folder / f"{run.name}-{moment}").exists)
     time.sleep(MOMENTS[moment] * seconds / 60)
-    begin = time.time()
     run.launcher.send_signal(signal.SIGTERM)
-    while run.launcher.poll() is None or run.processes():
-        time.sleep(0.05)
-    saved = [int(path.stem[5:]) for path in (run.path / "checkpoints").glob("step_*")]
-    return max(0, TENTH - max(saved, default=0)), time.time() - begin  # it may have begun the next
+    gone = run.until_gone()
+    saved = [int(name[5:11]) for name in run.checkpoints()]
+    return max(0, TENTH - max(saved, default=0)), gone  # it may have begun the next
 
 
 def grace(seconds, folder, scripts):
@@ -439,13 +425,9 @@ def soak(count, folder, _):
     run.start()
     while run.launcher.poll() is None:
         time.sleep(0.5)
-        try:
-            for pid in run.processes():
-                status = Path(f"/proc/{pid}/status").read_text()
-                memory = int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
-                samples.append((run.lines(), memory, len(os.listdir(f"/proc/{pid}/fd"))))
-        except (OSError, TypeError):
-            continue  # it has not begun or has just ended
+        for process in run.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                samples.append((run.lines(), process.memory_info().rss / 2**20, process.num_fds()))
     assert run.launcher.returncode == 0, run.said()[-3000:]
     metrics, lines = common.read_lines(run.path / "metrics.jsonl")[1:], []
     for quarter in range(4):
@@ -462,740 +444,260 @@ def soak(count, folder, _):
 
 
 # ------------------------------------------------------------------------------------------------------ malformed input
-# Of the kinds that users make. Each case prepares its folder `c`, in which a model, train.jsonl and a reward file lie,
-# for a run of `script`, and adds flags. What the run says in the end must match the pattern, and `check` must hold for
-# what it left (without a pattern it should run to its end and train).
 
 
 class Case(NamedTuple):
-    prepare: Callable | str  # (c, script) -> flags; or only flags
-    pattern: str | None = None
-    check: Callable | None = None  # (c, all that it said) -> whether it is right
+    """A run with something wrong, in a folder `c` of its own with the embedded model and 40 rows of its data."""
+
+    pattern: str | None  # is in what the run says in the end; with None it should run to its end and train
+    flags: str = ""  # with {c} for the folder
+    data: list | str | None = None  # rows, or the text of a file, in place of the data
+    name: str = "train.jsonl"  # of this file
+    reward: str | None = None  # the text of a reward file with a function `score`
+    template: str | None = None  # the text of a file for --chat-template
+    earlier: str | None = None  # flags of a run that comes first
+    change: Callable | None = None  # a function of the folder, which then changes it
+    edit: tuple = ()  # a line of the script, and what it becomes
+    says: str = ""  # is somewhere in what the run prints
+    prompt: str | None = None  # of every completion
     only: tuple = SCRIPTS  # those that have what the case is about
-    steps: int = 0  # iterations it may do before it is refused
+    steps: int = 0  # iterations that may come before the run is refused
     online: bool = False  # there is a hub, which has no repository
 
 
-fails = Case
+RESUMED = "--resume --total-iterations 4"
+fails, runs = Case, functools.partial(Case, None)
 
 
-def runs(prepare, check=None, **more):
-    return Case(prepare, None, check, **more)
-
-
-def preparation(function):
-    """The table calls it with its own words; the case then with its folder and its script."""
-
-    @functools.wraps(function)
-    def with_words(*words, **options):
-        return lambda c, script: function(c, script, *words, **options)
-
-    return with_words
-
-
-def prepared(prepare, c, script):
-    """The flags, `{c}` in them being the folder."""
-    if callable(prepare):
-        return prepare(c, script)
-    return [word.replace("{c}", str(c)) for word in shlex.split(prepare)]
-
-
-PPO = "ppo_llm", "ppo_llm_fsdp"
-GRPO = "grpo_llm", "grpo_llm_fsdp"
-REPLICATED = "ppo_llm", "grpo_llm"
-SHARDED = "ppo_llm_fsdp", "grpo_llm_fsdp"
-VARIED = (
-    "def score(responses): return [len(set(x)) + 0.1 * len(x) for x in responses]"  # most responses score differently
-)
-
-
-@preparation
-def rows(c, script, *lines, name="train.jsonl", flags=""):
-    """These rows in place of the data; strings as they are."""
-    (c / name).write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return ["--dataset", f"{c}/{name}", *prepared(flags, c, script)]
+def resumes(pattern, flags=RESUMED, **more):
+    """After a run with a checkpoint."""
+    return Case(pattern, flags, earlier="--save-every 2", **more)
 
 
 def row(question, answer):
     return {"question": question, "answer": answer}
 
 
-def prompts(*found):
-    """Rows whose prompts are these, whatever they are."""
-    lines = [{"prompt": prompt, "answer": str(number)} for number, prompt in enumerate(found, 1)]
-    return rows(*lines, flags="--prompt-column prompt")
+# For `change`: functions of the folder.
+def saved(*names):
+    """A folder saved by `datasets` with splits of these names."""
+    table = datasets.Dataset.from_list([row("1+1?", "2")] * 4)
+    return lambda c: datasets.DatasetDict(dict.fromkeys(names, table)).save_to_disk(str(c / "saved"))
 
 
-@preparation
-def content(c, script, content, name="train.jsonl"):
-    """These bytes in place of the data."""
-    (c / name).write_bytes(content)
-    return ["--dataset", f"{c}/{name}"]
+def renamed(old, new):
+    return lambda c: (c / old).rename(c / new)
 
 
-@preparation
-def parquet(c, script, columns):
-    """A table of these columns in place of the data."""
-    import pandas
+def cut(files):
+    """The largest of these files loses its second half."""
 
-    pandas.DataFrame(columns).to_parquet(c / "train.parquet")
-    return ["--dataset", f"{c}/train.parquet"]
-
-
-@preparation
-def test_rows(c, script, *lines, flags=""):
-    """Test data of these rows."""
-    rows(*lines, name="test.jsonl")(c, script)
-    return ["--eval-dataset", f"{c}/test.jsonl", *prepared(flags, c, script)]
-
-
-@preparation
-def splits(c, script, flag, *names):
-    """A folder saved by `datasets` with splits of these names, each of which asks a question of its own."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    tables = {name: datasets.Dataset.from_list([row(f"{name}?", "2")] * 4) for name in names}
-    datasets.DatasetDict(tables).save_to_disk(str(c / "saved"))
-    return [flag, f"{c}/saved"]
-
-
-@preparation
-def reward(c, script, text, name="reward.py:score"):
-    """A reward file."""
-    file = c / name.split(":")[0]
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(text)
-    return ["--reward", f"{c}/{name}"]
-
-
-def scores(body, name="reward.py:score"):
-    """A reward file of one function with this body."""
-    return reward(f"def score(responses): {body}", name)
-
-
-@preparation
-def relative(c, script, prepare):
-    """The same with paths that begin in the folder in which the run starts."""
-    return [word.removeprefix(f"{c}/") for word in prepare(c, script)]
-
-
-@preparation
-def template(c, script, text):
-    """A file for --chat-template."""
-    (c / "chat.jinja").write_text(text)
-    return ["--chat-template", f"{c}/chat.jinja"]
-
-
-@preparation
-def together(c, script, *preparations):
-    return [word for each in preparations for word in prepared(each, c, script)]
-
-
-@preparation
-def model(c, script, *changes, flags=""):
-    """The model folder after these changes."""
-    for change in changes:
-        change(c / "model")
-    return prepared(flags, c, script)
-
-
-def fields(file, **values):
-    """For `model`: a JSON file of it with these fields."""
-
-    def change(folder):
-        content = json.loads((folder / file).read_text())
-        (folder / file).write_text(json.dumps(content | values))
+    def change(c):
+        file = max(c.glob(files), key=lambda path: path.stat().st_size)
+        os.truncate(file, file.stat().st_size // 2)
 
     return change
 
 
-def eos(ids, text="<|endoftext|>"):
-    """The model with these EOS ids in its config, others in its generation config, and this EOS of its tokenizer."""
-    changes = [fields("tokenizer_config.json", eos_token=text), fields("config.json", eos_token_id=ids)]
-    return model(*changes, fields("generation_config.json", eos_token_id=ids and ids[:1]), flags=LONGER)
+def fields(**files):
+    """JSON files of the model get these fields."""
 
-
-@preparation
-def another(c, script, kind, auto_class, folder="model", **sizes):
-    """A random model of another kind, with the same tokenizer: in the model's place, or a critic."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    config = transformers.AutoConfig.for_model(kind, **{"vocab_size": 512} | sizes)
-    if folder == "critic":
-        shutil.copytree(c / "model", c / folder)
-    getattr(transformers, auto_class).from_config(config).save_pretrained(c / folder)
-    return ["--critic-model", f"{c}/{folder}"] if folder == "critic" else []
-
-
-def cut(place, share=0.5):
-    """For `model`: a file that lost its end."""
-
-    def change(folder):
-        file = next(folder.glob(place))
-        file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+    def change(c):
+        for name, values in files.items():
+            file = c / "model" / f"{name}.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
     return change
 
 
-@preparation
-def changed(c, script, *edits):
-    """A copy of the script in which this text is replaced by that, for each pair. It lies beside the data."""
-    text = script.read_text()
-    for old, new in edits:
-        assert text.count(old) == 1, f"{old!r} is not in {script.name}, or twice"
-        text = text.replace(old, new)
-    (c / script.name).write_text(text)
-    return ["--reward", f"{c}/varied.py:score", "--total-iterations", "4", "--lr", "0.01"]
+def another(kind, auto_class="AutoModelForCausalLM", folder="model", **sizes):
+    """A random model of another kind, with the same tokenizer."""
 
-
-@preparation
-def resumed(c, script, change=lambda path: None, flags="", first="", by=lambda script: script):
-    """A run of two iterations whose newest checkpoint is changed, then --resume. The first may be `by` another."""
-    run_well(by(script), c, "--save-every", "1", *shlex.split(first))
-    change(next(c.glob("runs/run/checkpoints/step_000002*")))
-    return ["--resume", "--total-iterations", "4", *prepared(flags, c, script)]
-
-
-def sibling(old, new):
-    """The script whose name differs in this."""
-    return lambda script: script.with_stem(script.stem.replace(old, new))
-
-
-@preparation
-def adapter(c, script, place, flag):
-    """What a LoRA run left in that place, given to this flag."""
-    run_well(script, c, "--lora-rank", "2")
-    (c / "runs/run").rename(c / "earlier")
-    return [flag, f"{c}/earlier/{place}"]
-
-
-# For `resumed`: what becomes of the newest checkpoint.
-
-
-def remove(path):
-    path.unlink() if path.is_file() else shutil.rmtree(path)
-
-
-def shortened(share):
-    """Its file, or the shards of the policy, lost their end."""
-
-    def change(path):
-        cut(path.name if path.is_file() else f"{path.name}/*.safetensors", share)(path.parent)
+    def change(c):
+        config = transformers.AutoConfig.for_model(kind, **{"vocab_size": 512} | sizes)
+        shutil.copytree(common.TINY / "model", c / folder, dirs_exist_ok=True)
+        getattr(transformers, auto_class).from_config(config).save_pretrained(c / folder)
 
     return change
 
 
-def half_written(path):
-    """Next to it is the beginning of another, and of a model."""
-    model = path.parents[1] / "unfinished"
-    model.mkdir()
-    (model / "model.safetensors").write_text("half")
-    checkpoint = path.with_name("unfinished")
-    if path.is_dir():
-        checkpoint.mkdir()
-        checkpoint = checkpoint / "model.safetensors"
-    checkpoint.write_text("half")
-
-
-def as_in_03(path):
-    """A folder, in which a replicated script had one file."""
-    remove(path)
-    folder = path.with_name("step_000002")
-    folder.mkdir()
-    (folder / "checkpoint.pt").write_bytes(b"tensors")
-
-
-def wider(path):
-    """Meanwhile --model is another."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    another("qwen2", "AutoModelForCausalLM", **sizes, num_key_value_heads=4)(path.parents[3], None)
-
-
-@preparation
-def locked(c, script, name, mode):
-    """A file or folder that may not be written to, or not be read. `run_alone` sees to it that root may not either."""
-    if not (c / name).exists():
-        (c / name).mkdir()
-    (c / name).chmod(mode)
-    return []
-
-
-# For `check`: what a run left.
-
-
-def rows_in(c, pattern):
-    """Lines of the .jsonl files of the run folder that match, in order."""
-    return [row for file in sorted(c.glob(f"runs/**/{pattern}")) for row in common.read_lines(file)]
-
-
-def prompts_are(right, files="completions/step_*.jsonl"):
-    """Every prompt of the completions is as it should be."""
-
-    def check(c, said):
-        prompts = [row["prompt"] for row in rows_in(c, files)]
-        return len(prompts) > 0 and all(map(right, prompts))
-
-    return check
-
-
-def prompt_is(text):
-    return prompts_are(lambda prompt: prompt == text)
-
-
-def is_evaluated(c, said):
-    return all("eval/score" in (rows_in(c, "metrics.jsonl") or [{}])[place] for place in (0, -1))
-
-
-def evaluates(text):
-    """It was evaluated on prompts that are this text."""
-    right = prompts_are(lambda prompt: prompt == text, "completions/eval_*.jsonl")
-    return lambda c, said: is_evaluated(c, said) and right(c, said)
-
-
-def says(text):
-    """In some place of all that it printed."""
-    return lambda c, said: text in said
-
-
-def truncates(right):
-    """The share of responses without an EOS, in the last iteration."""
-    return lambda c, said: right(rows_in(c, "metrics.jsonl")[-1]["response/truncated_frac"])
-
-
-def goes_on(c, said):
-    """16 prompts of 40 were drawn, in four steps: 4, 4 and, with another batch size, 8; none twice."""
-    prompts = [row["prompt"] for row in rows_in(c, "completions/step_*.jsonl")]
-    return len(set(prompts)) == 16
-
-
-QUESTION = {"question": "What is 1+1?", "answer": "#### 2"}
-CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}]
-SHAREGPT = [{"from": "human", "value": "1?"}]
+PPO = "ppo_llm", "ppo_llm_fsdp"
+VARIED = "def score(responses): return [len(set(x)) + 0.1 * len(x) for x in responses]"  # most differ
+QUESTION = row("What is 1+1?", "#### 2")
+EMOJI = "Wie viel sind 1+1? \u65e5\u672c\u8a9e, \U0001f642\u200d\U0001f525, \u0639\u0631\u0628\u064a, e\u0301"
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "1?"}]}]
 SHOWS_PARTS = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
-SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-LLAMA = {"num_key_value_heads": 2} | SMALL
-LONG = {"question": "many words " * 400, "answer": "#### 2"}
-EMOJI = "Wie viel sind 1+1? \u65e5\u672c\u8a9e, \U0001f642\u200d\U0001f525, \u0639\u0631\u0628\u064a, e\u0301"
-REQUEST = ' Let\'s think step by step and output the final answer after "####".'  # verl's
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}<bot>"
-NO_PROMPT = "row 1: a prompt is a text or a chat"
-NO_NUMBER = "needs one number as the reference answer, not"
-LONGER = "--max-response-length 64"
 EXACT = f"--reward {ROOT}/benchmarks/rewards.py:exact"
-
-# Lines that the scripts share, for copies in which they are changed.
-TRAIN = "read_splits(args.dataset)"
-LOSS = "loss = aggregate(mb_losses, mask[mb], args.loss_agg"  # of the actor
-LOGITS = "logits = output.logits[:, -1]"
-ROLLOUT = "responses = rollout(rows, uniforms, args.temperature)"
-ADDED = 'policy_model = load_model(args.model, AutoModelForCausalLM, args.lora_rank, task_type="CAUSAL_LM")'
-SAMPLER = "responses += generate(policy_model,", "responses += generate(sampler,"
-
-
-def gold(text):
-    """A reference answer of which no part may be taken for the whole."""
-    pattern = f"row 2: --reward gsm8k {NO_NUMBER} {re.escape(repr(text))}"
-    return fails(rows(QUESTION, row("2?", text)), pattern)
-
-
-def size(flag, value, least, only=SCRIPTS):
-    """A flag below its least value."""
-    name = flag.replace("-", "[-_]")
-    pattern = rf"--{name} must be at least {re.escape(least)}, but is {re.escape(value)}$"
-    return fails(f"--{flag} {value}", pattern, only=only)
-
-
-def exact_gold(prepare, shown):
-    """benchmarks/rewards.py:exact and an answer that is no text."""
-    return fails(together(prepare, EXACT), f"TypeError: exact .*{shown}")
-
-
-def suffix(prepare, right):
-    """What a prompt of the training data, QUESTION, becomes."""
-    return runs(together(rows(QUESTION), prepare), prompt_is(right))
-
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 INPUTS = {
     # files of data
-    "an empty file": fails(rows(), "StopIteration", says(TRAIN)),
-    "a file of white space": fails(content(b" \n" * 20), '"train" corresponds to no data', says(TRAIN)),
-    "an empty CSV": fails(content(b"", "train.csv"), "No columns to parse from file", says(TRAIN)),
-    "Parquet without rows": fails(parquet(row([], [])), "BatchSize must be greater than 0, got 0", says(TRAIN)),
-    "empty test data": fails(test_rows(), "StopIteration", says("read_splits(args.eval_dataset)")),
-    "no such file": fails("--dataset {c}/no.jsonl", r"FileNotFoundError.*no\.jsonl"),
-    "a file name with a typing error": fails("--dataset {c}/train.josnl", r"FileNotFoundError.*train\.josnl"),
-    "a file that may not be read": fails(locked("train.jsonl", 0), r"PermissionError.*train\.jsonl"),
-    "a line that is no JSON": fails(rows(QUESTION, '{"question": "1?", "answer": "1",}'), "JSON parse error.* row 1"),
-    "JSON with a key twice": fails(rows('{"question": "1?", "question": "2?", "answer": "1"}'), "question.* twice"),
+    "a file of white space": fails('"train" corresponds to no data', data=" \n" * 20, says="read_splits(args.dataset)"),
+    "an empty CSV": fails("No columns to parse from file", data="", name="train.csv", says="read_splits(args.dataset)"),
+    "Parquet without rows": fails(
+        "BatchSize must be greater than 0, got 0",
+        "--dataset {c}/train.parquet",
+        change=lambda c: pandas.DataFrame(row([], [])).to_parquet(c / "train.parquet"),
+        says="read_splits(args.dataset)",
+    ),
+    "a file name with a typing error": fails(r"FileNotFoundError.*train\.josnl", "--dataset {c}/train.josnl"),
+    "a file that may not be read": fails("PermissionError.*train", change=lambda c: (c / "train.jsonl").chmod(0)),
+    "a line that is no JSON": fails("JSON parse error.* row", data='{"question": "1?", "answer": "1",}\n'),
+    "JSON with a key twice": fails("question.* twice", data='{"question": "1?", "question": "2?", "answer": "1"}\n'),
     "other keys in every line": runs(
-        rows({"id": 1} | QUESTION, QUESTION | {"level": "easy"}, {"answer": "2", "question": "1?", "seen": None})
+        data=[{"id": 1} | QUESTION, QUESTION | {"level": "easy"}, {"answer": "2", "question": "1?", "seen": None}]
     ),
-    "Windows line ends, blank lines": runs(
-        rows(json.dumps(QUESTION) + "\r", "", json.dumps(QUESTION) + "\r"), prompts_are(lambda p: "1+1" in p)
-    ),
-    "a byte order mark": runs(content(b"\xef\xbb\xbf" + json.dumps(QUESTION).encode()), prompt_is("What is 1+1?")),
+    "Windows line ends, blank lines": runs(data=f"{json.dumps(QUESTION)}\r\n\n" * 2, prompt=QUESTION["question"]),
+    "a byte order mark": runs(data="\ufeff" + json.dumps(QUESTION), prompt=QUESTION["question"]),
     "Latin-1 in place of UTF-8": fails(
-        content('{"question": "\u00e4pfel?", "answer": "2"}'.encode("latin-1")), "UnicodeDecodeError: 'utf-8' codec"
+        "UnicodeDecodeError: 'utf-8'",
+        change=lambda c: (c / "train.jsonl").write_text(json.dumps(row("\u00e4", "2"), ensure_ascii=False), "latin-1"),
     ),
-    "a CSV with semicolons": fails(
-        rows("question;answer", "1+1?;2", name="train.csv"), "no column question; .*question;answer"
-    ),
-    "a CSV with a broken quote": fails(
-        rows("question,answer", '"1+1?,2', name="train.csv"), "ParserError.*EOF inside string starting at row 1"
-    ),
-    "JSON that is one object": fails(rows({"data": [QUESTION]}, name="train.json"), "no column question; .*'data'"),
+    "a CSV with semicolons": fails("no column .*question;answer", data="question;answer\n1+1?;2\n", name="train.csv"),
+    "a CSV with a broken quote": fails("EOF inside string", data='question,answer\n"1+1?,2\n', name="train.csv"),
+    "JSON that is one object": fails("no column question; .*'data'", data=[{"data": [QUESTION]}], name="train.json"),
     "a folder of files, not saved by datasets": runs("--dataset {c}"),
-    "a saved dataset without a train split": fails(splits("--dataset", "validation"), "'train'"),
-    "a hub id with a typing error": fails(
-        "--dataset openai/gsm8kk", "DatasetNotFoundError.*openai/gsm8kk.* doesn't exist", online=True
+    "a saved dataset without a train split": fails("'train'", "--dataset {c}/saved", change=saved("validation")),
+    "a hub id with a typing error": fails("openai/gsm8kk.* doesn't exist", "--dataset openai/gsm8kk", online=True),
+    # rows and columns
+    "messages with parts, and a chat template": fails(
+        "row 1: a prompt is a text or a chat", data=[row(PARTS, "1")], template=SHOWS_PARTS
     ),
-    # columns and answers
-    "another column for the question": fails(
-        rows({"query": "1+1?", "answer": "2"}), "no column question; .*--prompt-column.* .'query', 'answer'."
-    ),
-    "another column for the answer": fails(
-        rows({"question": "1+1?", "solution": "2"}), "no column answer; .*--answer-column.* .'question', 'solution'."
-    ),
-    "a column with a typing error": fails(
-        rows(QUESTION, flags="--prompt-column qestion"), "no column qestion; .*'question', 'answer'"
-    ),
-    "verl's columns, not named": fails(
-        rows({"prompt": [{"role": "user", "content": "1?"}], "reward_model": {"ground_truth": "1"}}),
-        "no column question; .*'prompt', 'reward_model'",
-    ),
-    "ShareGPT's columns": fails(
-        rows({"conversations": [{"from": "human", "value": "1?"}]}), "no column question; .*'conversations'"
-    ),
-    "ShareGPT's messages": fails(prompts(SHAREGPT), NO_PROMPT),
-    "ShareGPT's messages, and a chat template": fails(
-        together(prompts(SHAREGPT, [{"from": "human", "value": "2?"}]), template(TEMPLATE)), NO_PROMPT
-    ),
-    "messages without content": fails(prompts([{"role": "user"}]), NO_PROMPT),
-    "messages with parts": fails(prompts(PARTS), NO_PROMPT),
-    "messages with parts, and a chat template": fails(together(prompts(PARTS), template(SHOWS_PARTS)), NO_PROMPT),
-    "a question that is a list of lists": fails(
-        rows({"question": [["1+1?", "2"]], "answer": "2"}), "AttributeError: 'list' object has no attribute 'get'"
-    ),
-    "chats for a model without a template": runs(
-        rows({"prompt": CHAT, "answer": "2"}, flags="--prompt-column prompt"), prompt_is("Add.\n1+1?")
-    ),
-    "one answer is missing": fails(rows(QUESTION, row("2?", None)), f"row 2: .* {NO_NUMBER} None"),
-    "an answer without a number": fails(rows(row("1?", "yes")), f"row 1: .* {NO_NUMBER} 'yes'"),
-    "an answer that is a fraction": gold("3/4"),
-    "an answer that is an equation": gold("2 + 3 = 5"),
-    "an answer that is a time": gold("12:30"),
-    "an answer with an exponent": gold("1e5"),
-    "an answer that is a list": gold("1,2,3"),
-    "answers that are numbers or have a unit": runs(
-        rows(*(row("1?", text) for text in ("5", "#### $1,234.50", "so\n#### -7", "25%", "3.")))
-    ),
-    "answers that are whole numbers": runs(rows(row("1?", 5), flags="--reward gsm8k")),
-    "answers with a decimal point": runs(rows(row("1?", 2.5), flags="--reward gsm8k")),
-    "no column of answers": fails(rows({"question": "1?"}), "no column answer; .*'question'"),
-    "no answers, and the reward compares with one": fails(
-        rows({"question": "1?"}, flags="--answer-column None"), f"row 1: .* {NO_NUMBER} None"
-    ),
+    "a question that is a list of lists": fails("'list' object has no attribute", data=[row([["1+1?", "2"]], "2")]),
+    "an answer that is a time": fails("row 2: .* needs one number .*'12:30'", data=[QUESTION, row("2?", "12:30")]),
+    "answers that are whole numbers": runs("--reward gsm8k", data=[row("1?", 5)]),
     "verl's column without ground_truth": fails(
-        rows(
-            {"prompt": [{"role": "user", "content": "1?"}], "reward_model": {"style": "rule"}},
-            flags="--prompt-column prompt --answer-column reward_model",
-        ),
-        f"{NO_NUMBER} .'style': 'rule'.",
+        "needs one number .*'style': 'rule'", data=[row("?", {"style": "rule"})]
     ),
-    "exact, and a CSV's 5 became 5.0": exact_gold(
-        rows("question,answer", "1?,5", *["2?,"] * 3, "3?,6", name="train.csv"), r"(5\.0|6\.0|None)"
+    "exact, and a CSV's 5 became 5.0": fails(
+        r"TypeError: exact .*(5\.0|None)", EXACT, data="question,answer\n1?,5\n2?,\n", name="train.csv"
     ),
-    "exact, and a date": exact_gold(rows(row("when?", "2024-05-01")), "datetime"),
-    "exact, and true": exact_gold(rows(row("1=1?", True)), "True"),
-    "exact, and no answer": exact_gold(rows(row("1?", None)), "None"),
-    # questions
-    "a question that is a number": fails(rows(row(5, "5")), NO_PROMPT),
-    "a question that is null": fails(rows(QUESTION, row(None, "5")), "row 2: a prompt is a text or a chat"),
-    "empty questions": fails(rows(row("", "5"), flags="--prompt-suffix ''"), r"train\.jsonl: every prompt is empty"),
-    "all questions too long": fails(rows(LONG), r"train\.jsonl: every prompt is .*more than 512 tokens"),
-    "some questions too long": runs(rows(LONG, QUESTION, QUESTION), prompt_is(QUESTION["question"])),
-    "a question in many scripts": runs(rows(row(EMOJI, "2")), prompt_is(EMOJI)),
-    "fewer rows than a batch": runs(rows(QUESTION)),
-    "the request for ####": suffix("--reward gsm8k", QUESTION["question"] + REQUEST),
-    "a question with the request": runs(
-        rows(row("1? Write ####.", "2"), flags="--reward gsm8k"), prompt_is("1? Write ####.")
-    ),
-    "no request, as the flag says": suffix("--reward gsm8k --prompt-suffix ''", QUESTION["question"]),
-    "a request of one's own": suffix("--prompt-suffix ' Answer:'", QUESTION["question"] + " Answer:"),
-    "a request of one's own, and a chat template": suffix(
-        together("--prompt-suffix ' Answer:'", template(TEMPLATE)), "<user>What is 1+1? Answer:</><bot>"
-    ),
-    # test data
-    "test data with other columns": fails(test_rows({"q": "1"}), r"test\.jsonl has no column question; .*'q'.$"),
-    "test data without answers": fails(
-        test_rows({"question": "1?"}), r"test\.jsonl has no column answer; .*'question'.$"
-    ),
-    "no such test data": fails("--eval-dataset {c}/no.jsonl", r"FileNotFoundError.*no\.jsonl"),
-    "test data of a split for validation": runs(splits("--eval-dataset", "validation"), evaluates("validation?")),
-    "test data of two splits": runs(splits("--eval-dataset", "validation", "test"), evaluates("test?")),
-    "test data of a split for training and another": runs(splits("--eval-dataset", "dev", "train"), evaluates("dev?")),
-    "test data without a split": fails(splits("--eval-dataset"), "ValueError: min", says("named[min(named")),
-    "more --eval-rows than rows": runs(test_rows(QUESTION, flags="--eval-rows 1000"), evaluates("What is 1+1?")),
+    "exact, and a date": fails("TypeError: exact .*datetime", EXACT, data=[row("when?", "2024-05-01")]),
+    "a question in many scripts": runs(data=[row(EMOJI, "2")], prompt=EMOJI),
+    "fewer rows than a batch": runs(data=[QUESTION]),
+    "test data without a split": fails("IndexError", "--eval-dataset {c}/saved", change=saved(), says="named.values()"),
     # models
-    "no such model": fails("--model {c}/modle", "OSError.*modle"),
-    "a hub id of a model with a typing error": fails(
-        "--model Qwen/Qwen2.5-0.5BB", r"Qwen/Qwen2\.5-0\.5BB is not a local folder and is not", online=True
-    ),
-    "a hub id of a model without a network": fails(
-        "--model Qwen/Qwen2.5-0.5B", "couldn't find them in the cached files"
-    ),
+    "no such model": fails("OSError.*modle", "--model {c}/modle"),
+    "a hub id of a model with a typing error": fails("is not a local folder", "--model Qwen/Qwen-0.5BB", online=True),
+    "a hub id of a model without a network": fails("find them in the cached files", "--model Qwen/Qwen2.5-0.5B"),
     "a model without tokenizer": fails(
-        model(lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")]),
-        "every prompt is empty|tokenizer",
+        "every prompt is empty|tokenizer", change=lambda c: [path.unlink() for path in c.glob("model/tokenizer*")]
     ),
-    "a model without weights": fails(model(lambda f: (f / "model.safetensors").unlink()), r"no file named model\.safe"),
     "weights as a pickle": fails(
-        model(lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin")), r"no file named model\.safe"
+        r"no file named model\.safe", change=renamed("model/model.safetensors", "model/pytorch_model.bin")
     ),
-    "an incomplete download": fails(model(cut("model.safetensors")), "SafetensorError.*incomplete"),
+    "an incomplete download": fails("SafetensorError.*incomplete", change=cut("model/model.safetensors")),
     "a pointer of git-lfs": fails(
-        model(lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3)),
         "SafetensorError.*header",
+        change=lambda c: (c / "model/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3),
     ),
-    "a config that is no JSON": fails(model(cut("config.json")), r"config\.json.* not a valid JSON"),
-    "a folder of an adapter": fails(
-        model(lambda f: [f.joinpath("config.json").unlink(), f.joinpath("adapter_config.json").write_text("{}")]),
-        "model is an adapter: merge it",
-    ),
-    "what a LoRA run saved, as --model": fails(adapter("final", "--model"), "earlier/final is an adapter: merge it"),
+    "a config that is no JSON": fails(r"config\.json.* not a valid JSON", change=cut("model/config.json")),
     "what a LoRA run saved, as --critic-model": fails(
-        adapter("final/critic", "--critic-model"), "ValueError: Unrecognized model in .*critic", only=PPO
-    ),
-    "an encoder": fails(
-        another("bert", "AutoModelForMaskedLM", **SMALL, initializer_range=0.5),
-        r"sampler and training pass differ|model\.bert\.",
-    ),
-    "an encoder-decoder": fails(
-        another("t5", "AutoModelForSeq2SeqLM", d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2), "T5Config"
-    ),
-    "a classifier": fails(another("llama", "AutoModelForSequenceClassification", **LLAMA), "has no weights lm_head"),
-    "a tokenizer larger than the model": fails(
-        another("llama", "AutoModelForCausalLM", **LLAMA | {"vocab_size": 60}),
-        "index out of range in self",
-        says("embedding("),
-    ),
-    "more positions than the model has": fails(
-        another("gpt2", "AutoModelForCausalLM", n_embd=32, n_layer=1, n_head=2, n_positions=8),
-        "a prompt of [0-9]+ tokens and --max-response-length exceed the 8 positions",
-    ),
-    "a config of other sizes than the weights": fails(
-        model(fields("config.json", hidden_size=64)), "ignore_mismatched_sizes"
-    ),
-    "a model with code of its own": fails(
-        model(fields("config.json", model_type="m", auto_map={"AutoConfig": "m.C", "AutoModelForCausalLM": "m.M"})),
-        "model contains custom code",
-    ),
-    "a quantised model": fails(
-        model(fields("config.json", quantization_config={"quant_method": "gptq", "bits": 4})), "GPTQ.* optimum"
-    ),
-    "a model without an EOS": runs(eos(None, None), says("EOS ids []")),
-    "a model with several EOS ids": runs(eos([3, 5, 7]), says("EOS ids [1, 3, 5, 7]")),
-    "a model whose padding is its EOS": runs(
-        model(
-            fields("tokenizer_config.json", pad_token="<|endoftext|>"),
-            fields("config.json", pad_token_id=1),
-            flags=LONGER,
-        ),
-        truncates(lambda share: share < 1),
-    ),
-    # critics
-    "no such critic": fails("--critic-model {c}/critc", "OSError.*critc", only=PPO),
-    "a critic of a smaller vocabulary": fails(
-        another("llama", "AutoModelForCausalLM", "critic", **LLAMA | {"vocab_size": 60}),
-        "index out of range in self",
-        says("forward_all(critic"),
+        "ValueError: Unrecognized model in .*critic",
+        "--critic-model {c}/runs/run/final/critic --run-name second",
+        earlier="--lora-rank 2",
         only=PPO,
     ),
+    "an encoder": fails(
+        r"sampler and training pass differ|model\.bert\.|cannot be loaded as BertModel",
+        change=another("bert", "AutoModelForMaskedLM", **SMALL, initializer_range=0.5),
+    ),
+    "an encoder-decoder": fails(
+        "T5Config", change=another("t5", "AutoModelForSeq2SeqLM", d_model=32, d_ff=32, num_layers=1, num_heads=2)
+    ),
+    "a tokenizer larger than the model": fails(
+        "index out of range in self", change=another("gpt2", vocab_size=60, n_embd=32, n_head=2), says="embedding("
+    ),
+    "a config of other sizes than the weights": fails("mismatched_sizes", change=fields(config={"hidden_size": 64})),
+    "a model with code of its own": fails(
+        "model contains custom code",
+        change=fields(config={"model_type": "m", "auto_map": {"AutoConfig": "m.C", "AutoModelForCausalLM": "m.M"}}),
+    ),
+    "a quantised model": fails(
+        "GPTQ.* optimum", change=fields(config={"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    ),
+    "a model without an EOS": runs(
+        change=fields(
+            tokenizer_config={"eos_token": None},
+            config={"eos_token_id": None},
+            generation_config={"eos_token_id": None},
+        ),
+        says="EOS ids []",
+    ),
+    "no such critic": fails("OSError.*critc", "--critic-model {c}/critc", only=PPO),
     "a critic from a model with a tied head": runs(
-        another("gpt2", "AutoModelForCausalLM", "critic", n_embd=32, n_layer=1, n_head=2), only=PPO
+        "--critic-model {c}/critic", change=another("gpt2", folder="critic", n_embd=32, n_layer=1, n_head=2), only=PPO
     ),
     # templates
-    "no such template": fails("--chat-template {c}/no.jinja", r"FileNotFoundError.*no\.jinja"),
-    "an empty template": runs(together(rows(QUESTION), template("")), prompt_is("What is 1+1?")),
-    "a template that is JSON": runs(template('{"role": "user", "content": "..."}'), says("1 distinct")),
-    "a template with an open loop": fails(template("{% for m in messages %}"), "TemplateSyntaxError.*'for'"),
-    "a template that reads what is not there": fails(
-        template("{{ messages[0].parts.text }}"), "UndefinedError.*'parts'"
-    ),
-    "a template that refuses": fails(
-        template("{{ raise_exception('no system message') }}"), "TemplateError: no system message"
-    ),
+    "no such template": fails(r"FileNotFoundError.*no\.jinja", "--chat-template {c}/no.jinja"),
+    "an empty template": runs(data=[QUESTION], template="", prompt=QUESTION["question"]),
+    "a template that is JSON": runs(template='{"role": "user", "content": "..."}', says="1 distinct"),
+    "a template with an open loop": fails("TemplateSyntaxError.*'for'", template="{% for m in messages %}"),
+    "a template that reads what is not there": fails("UndefinedError.*parts", template="{{ messages[0].parts.text }}"),
+    "a template that refuses": fails("TemplateError: not so", template="{{ raise_exception('not so') }}"),
     # reward files
-    "a reward that has left": fails("--reward exact", "--reward exact is neither gsm8k nor path/to/file.py:function"),
-    "no such reward file": fails("--reward {c}/no.py:f", r"--reward .*no\.py:f is neither gsm8k nor path"),
-    "a file without the function": fails(reward("def other(responses): ..."), "has no attribute 'score'"),
-    "a reward without a function's name": fails(
-        scores("...", "reward.py"), r"--reward .*reward\.py is neither gsm8k nor path/to/file.py:function"
-    ),
-    "a reward that is a method": fails(
-        reward(f"class Scorer:\n {VARIED}", "reward.py:Scorer.score"), "has no attribute 'Scorer.score'"
-    ),
-    "a reward file called math.py": fails(
-        reward(VARIED, "math.py:score"), r"math\.py.* another module is called math$"
-    ),
+    "a file without the function": fails("has no attribute 'score'", reward="def other(responses): ..."),
+    "a reward without a function's name": fails(r"varied\.py is neither gsm8k nor path", "--reward {c}/varied.py"),
     "a reward file called datasets.py": fails(
-        reward(VARIED, "datasets.py:score"), r"datasets\.py.* another module is called datasets$"
+        "another module is called datasets$",
+        "--reward {c}/datasets.py:score",
+        change=renamed("varied.py", "datasets.py"),
     ),
-    "a reward file with a dot": fails(reward(VARIED, "my.reward.py:score"), "No module named 'my'"),
-    "a reward file in the current folder": runs(relative(reward(VARIED))),
-    "a reward file in a folder beside": runs(relative(reward(VARIED, "rewards/mine.py:score"))),
-    "a reward with a typing error": fails(reward("def score(responses) return 1"), "SyntaxError: expected ':'"),
-    "a reward that raises": fails(
-        scores("return [x[3] for x in [[]]]"), "IndexError", says("return [x[3] for x in [[]]]")
+    "a reward file with a dot": fails(
+        "No module named 'my'", "--reward {c}/my.reward.py:score", change=renamed("varied.py", "my.reward.py")
     ),
-    "a reward of too few parameters": fails(reward("def score(r): return [1.0] * len(r)"), r"TypeError: score\(\)"),
+    "a reward with a typing error": fails("SyntaxError: expected ':'", reward="def score(responses) return 1"),
+    "a reward that raises": fails("IndexError", reward="def score(responses): [][0]", says="[][0]"),
     "a reward that asks for what the data lack": fails(
-        reward("def score(responses, level): return [1]"), "missing 1 required positional argument: 'level'"
+        "missing 1 .*: 'level'", reward="def score(level): return level"
     ),
-    "a reward that returns nothing": fails(scores("pass"), "'NoneType' object is not iterable"),
-    "a reward of one number": fails(scores("return 1.0"), "'float' object is not iterable"),
-    "a reward of too few numbers": fails(scores("return [1.0]"), r"must return \d finite numbers, not these 1"),
-    "a reward of words": fails(scores("return ['good'] * len(responses)"), "to float: 'good'"),
-    "a reward that is not a number": fails(
-        scores("return [float('nan')] * len(responses)"), r"must return \d finite numbers, not .*nan"
-    ),
-    "a reward that is infinite, once and later": fails(
-        reward(
-            "calls = []\ndef score(answers): calls.append(0); return [1e999 if len(calls) > 1 else 1.0] * len(answers)"
-        ),
+    "a reward that returns nothing": fails("'NoneType' object is not iterable", reward="def score(responses): pass"),
+    "a reward of words": fails("to float: 'good'", reward="def score(responses): return ['good'] * len(responses)"),
+    "a reward that is infinite, later": fails(
         r"must return \d finite numbers, not .*inf",
+        reward="calls = []\ndef score(prompts): calls.append(0); return [1e999 if calls[1:] else 1] * len(prompts)",
         steps=1,
     ),
-    "a reward that is a coroutine": fails(
-        reward("async def score(responses): return [1.0] * len(responses)"), "'coroutine' object is not iterable"
-    ),
-    "a reward that is a generator": runs(reward("def score(responses):\n for x in responses: yield len(x)")),
+    "a reward that is a coroutine": fails("'coroutine' object is not", reward="async def score(responses): return [1]"),
     "a reward of many types": runs(
-        reward(
-            "import decimal, numpy, torch\nkinds = bool, int, decimal.Decimal, numpy.float32, torch.tensor\n"
-            "def score(responses): return [kind(len(x) % 2) for kind, x in zip(kinds * 9, responses)]"
-        )
-    ),
-    "a reward of a tensor": runs(
-        reward("import torch\ndef score(responses): return torch.tensor([len(x) for x in responses])")
+        reward="import decimal, numpy, torch\nkinds = bool, int, decimal.Decimal, numpy.float32, torch.tensor\n"
+        "def score(responses): return [kind(len(x) % 2) for kind, x in zip(kinds * 9, responses)]"
     ),
     "a reward that prints and sleeps": runs(
-        reward("import time\ndef score(responses): print('hm'); time.sleep(1); return [len(x) for x in responses]")
-    ),
-    "a reward that forks": runs(
-        reward(
-            "import multiprocessing\ndef score(responses):\n"
-            " with multiprocessing.get_context('fork').Pool(2) as pool: return pool.map(len, responses)"
-        )
-    ),
-    "a reward that changes its lists": runs(
-        reward(
-            "def score(prompts, responses, answers):\n result = [len(x) for x in responses]\n"
-            " responses[:] = ['gone'] * len(result)\n prompts.clear()\n answers.clear()\n return result"
-        ),
-        lambda c, said: all(row["response"] != "gone" for row in rows_in(c, "completions/step_*.jsonl")),
+        reward="import time\ndef score(prompts): print('hm'); time.sleep(1); return range(len(prompts))"
     ),
     # flags
-    "a flag with a typing error": fails("--learning-rate 1", "Unrecognized options: --learning-rate"),
-    "a value of another type": fails("--batch-size four", "--batch-size: invalid literal.*'four'"),
-    "a choice that there is not": fails("--dtype fp16", "invalid choice 'fp16' for argument '--dtype'"),
-    "a flag that has left": fails("--top-p 0", "Unrecognized options: --top-p"),
-    "batch sizes that do not divide": fails("--minibatch-size 3", "must be a multiple of"),
-    "groups of one": fails("--group-size 1", "--estimator grpo compares .* must be 2 or more", only=GRPO),
-    "--batch-size 0": size("batch-size", "0", "1"),
-    "--minibatch-size 0": size("minibatch-size", "0", "1"),
-    "--rollout-batch-size 0": size("rollout-batch-size", "0", "1"),
-    "--microbatch-tokens 0": size("microbatch-tokens", "0", "1"),
-    "--max-response-length 0": size("max-response-length", "0", "1"),
-    "--ppo-epochs 0": size("ppo-epochs", "0", "1"),
-    "--group-size 0": size("group-size", "0", "1", GRPO),
-    "--eval-rows -1": size("eval-rows", "-1", "0"),
-    "--save-every -1": size("save-every", "-1", "0"),
-    "--keep-checkpoints -1": size("keep-checkpoints", "-1", "0"),
-    "--temperature 0": fails("--temperature 0", "ZeroDivisionError", says("1 / temperature")),
-    "--temperature -1": size("temperature", "-1.0", "0"),
-    "--lr -1e-3": size("lr", "-0.001", "0"),
-    "--lr nan": size("lr", "nan", "0"),
-    "--seed -1": size("seed", "-1", "0"),
-    "a seed of 20 digits": fails("--seed 12345678901234567890", r"Seed must be between 0 and 2\*\*32"),
-    "--lr inf": fails("--lr inf", "iteration [12]: .* gradient norm .* nan", steps=1),
-    "--max-grad-norm 0": runs("--max-grad-norm 0"),
-    "--total-iterations 0": runs(together(test_rows(QUESTION), "--total-iterations 0"), evaluates("What is 1+1?")),
+    "a flag with a typing error": fails("Unrecognized options: --learning-rate", "--learning-rate 1"),
+    "a value of another type": fails("--batch-size: invalid literal.*'four'", "--batch-size four"),
+    "a choice that there is not": fails("invalid choice 'fp16' for argument '--dtype'", "--dtype fp16"),
+    "--temperature 0": fails("ZeroDivisionError", "--temperature 0", says="1 / temperature"),
+    "--lr nan": fails("--lr must be at least 0, but is nan$", "--lr nan"),
+    "--lr inf": fails("iteration [12]: .* gradient norm .* nan", "--lr inf", steps=1),
+    "a seed of 20 digits": fails(r"Seed must be between 0 and 2\*\*32", "--seed 12345678901234567890"),
     "lengths far beyond need": runs("--max-response-length 1000000 --max-prompt-length 1000000"),
-    # folders
-    "a run that exists": fails("--output-dir {c} --run-name model", "run folder .*model exists"),
-    "an --output-dir that is a file": fails("--output-dir {c}/train.jsonl", r"Error.*train\.jsonl"),
-    "an --output-dir that may not be written to": fails(locked("runs", 0o555), "PermissionError.*runs/run"),
+    # folders and checkpoints
+    "a run that exists": fails("run folder .*model exists", "--output-dir {c} --run-name model"),
+    "an --output-dir that is a file": fails(r"Error.*train\.jsonl", "--output-dir {c}/train.jsonl"),
+    "an --output-dir that may not be written to": fails(
+        "PermissionError.*runs", change=lambda c: (c / "runs").mkdir(0o555)
+    ),
     "a run name with a slash": runs("--run-name july/first"),
-    # checkpoints
-    "--resume without a name": fails("--resume --run-name None", "--resume needs --run-name"),
-    "--resume auto, as in version 0.3": fails(resumed(flags="auto"), "Unrecognized options: auto"),
-    "--resume of a run that does not exist": runs("--resume"),
-    "--resume of a run without checkpoints": runs(resumed(remove, first="--save-every 2")),
-    "--resume of a run that is done": runs(resumed(flags="--total-iterations 2")),
-    "the newest checkpoint removed": runs(resumed(remove)),
-    "what a kill left half written": runs(resumed(half_written)),
-    "another batch size on resume": runs(
-        together(
-            rows(*(row(f"{n}?", "2") for n in range(16))),
-            resumed(first="--eval-every 1", flags="--eval-every 1 --total-iterations 3 --batch-size 8"),
-        ),
-        goes_on,
+    "a checkpoint cut short": resumes(
+        "(?i)zip archive|incomplete|SafetensorError", change=cut("runs/run/checkpoints/**/*")
     ),
-    "a checkpoint cut short": fails(resumed(shortened(0.5)), "(?i)zip archive|incomplete|SafetensorError"),
-    "an empty checkpoint": fails(resumed(shortened(0)), "files saved with `torch.save|incomplete|SafetensorError"),
-    "a checkpoint of another program": fails(
-        resumed(lambda path: path.with_name("step_000005.pt").write_text("mine")),
+    "a checkpoint of another program": resumes(
         "files saved with `torch.save|another script",
+        change=lambda c: (c / "runs/run/checkpoints/step_000005.pt").write_text("mine"),
     ),
-    "a run of version 0.3": fails(resumed(as_in_03), "step_000002 .* by another script"),
-    "a checkpoint of another --lora-rank": fails(resumed(flags="--lora-rank 2"), "step_000002.* another .*--lora-rank"),
-    "a checkpoint of a wider model": fails(resumed(wider), "size mismatch|with another model"),
-    "a checkpoint of grpo_llm for ppo_llm": fails(
-        resumed(by=sibling("ppo", "grpo")), "step_000002.* another script", only=PPO
+    "a checkpoint of another --lora-rank": resumes("step_000002.* another .*--lora-rank", f"{RESUMED} --lora-rank 2"),
+    "a checkpoint of a wider model": resumes(
+        "size mismatch|with another model",
+        change=another("qwen2", **SMALL | {"hidden_size": 64, "num_hidden_layers": 4}),
     ),
-    "a checkpoint of ppo_llm for grpo_llm": fails(
-        resumed(by=sibling("grpo", "ppo")), "step_000002.* another script", only=GRPO
-    ),
-    "a replicated checkpoint for a sharded run": fails(
-        resumed(by=sibling("_fsdp", "")), r"step_000002\.pt .*another script", only=SHARDED
-    ),
-    "a sharded checkpoint for a replicated run": fails(
-        resumed(by=sibling("_llm", "_llm_fsdp")), "step_000002 .*another script", only=REPLICATED
-    ),
-    # changed lines
-    "a changed line that raises": fails(
-        changed(("args.kl_reward_coef * kl  #", "args.kl_reward_coef * k2  #")),
-        "NameError: name 'k2' is not defined",
-        says("args.kl_reward_coef * k2  #"),
-    ),
-    "a loss that is NaN": fails(
-        changed((LOSS, LOSS.replace("=", "= math.nan *"))), "iteration 1: the gradient norm of the policy is nan"
-    ),
-    "a loss that is NaN, in iteration 3": fails(
-        changed((LOSS, LOSS.replace("=", "= [1, math.nan][iteration > 2] *"))),
-        "iteration 3: the gradient norm of the policy is nan",
-        steps=2,
-    ),
+    # a changed line
     "a sampler whose logits are NaN": fails(
-        changed((LOGITS, f"{LOGITS} * math.nan")), "iteration 1: sampler and training pass differ by nan"
-    ),
-    "a sampler whose logits are NaN, in iteration 3": fails(
-        changed((ROLLOUT, ROLLOUT.replace("e)", "e if iteration < 3 else math.nan)"))),
-        "iteration 3: sampler and training pass differ by nan",
-        steps=2,
-    ),
-    "a sampler at another temperature": fails(
-        changed((ROLLOUT, "responses = rollout(rows, uniforms, 0.7)")),
-        "iteration 1: sampler and training pass differ by",
-    ),
-    "a sampler with the weights of the start": fails(
-        changed((ADDED, f"{ADDED}\n    sampler = __import__('copy').deepcopy(policy_model)"), SAMPLER),
-        "iteration [23]: sampler and training pass differ by .* weights",
-        steps=2,
+        "iteration 1: sampler and training pass differ by nan",
+        edit=("logits = output.logits[:, -1]", "logits = output.logits[:, -1] * math.nan"),
     ),
 }
 
@@ -1210,70 +712,81 @@ class NoSuchRepository(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def log_message(self, *_):
-        pass
 
-
-@contextlib.contextmanager
 def hub():
     """The address of such a hub."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NoSuchRepository) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), NoSuchRepository)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}"
 
 
-def run_alone(script, folder, flags, **environment):
-    """One process with a limit on memory and time. `folder` is where relative paths lead to."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": f"{folder}/.cache"}
-    env |= {"HF_HUB_OFFLINE": "1"} | environment
-    limits = {"timeout": 300, "preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))}
-    command = [sys.executable, str(script), *flags]
+def run_alone(script, c, flags, **environment):
+    """One process with a limit on memory and time, and with these flags behind those of every case."""
+    words = f"--model {c}/model --dataset {c}/train.jsonl --batch-size 4 --minibatch-size 4 --eval-every 0"
+    words = f"{words} --max-response-length 4 --total-iterations 2 --output-dir {c}/runs --run-name run".split()
+    words += ["--group-size", "2"] * script.stem.startswith("grpo")
+    command = [sys.executable, str(script), *words, *flags]
     if os.getuid() == 0:  # modes of files must hold for root, too
         command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *command]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, errors="replace", **limits)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": f"{c}/.cache"}
+    env |= {"HF_HUB_OFFLINE": "1"} | environment
+    limits = {"timeout": 300, "preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))}
+    return subprocess.run(command, cwd=c, env=env, capture_output=True, text=True, errors="replace", **limits)
 
 
-def first_flags(script, c):
-    """The flags of every case; its own come behind them."""
-    flags = f"--model {c}/model --dataset {c}/train.jsonl --batch-size 4 --minibatch-size 4 --eval-every 0"
-    flags = f"{flags} --max-response-length 4 --total-iterations 2 --output-dir {c}/runs --run-name run".split()
-    return flags + ["--group-size", "2"] * script.stem.startswith("grpo")
-
-
-def run_well(script, c, *flags):
-    """A run that a case begins with."""
-    done = run_alone(script, c, [*first_flags(script, c), "--reward", f"{c}/varied.py:score", *flags])
-    assert done.returncode == 0, last_words(done.stderr)
+def prepare(case, script, c):
+    """Makes the folder of a case; returns the script that it runs, perhaps a changed copy, and the flags."""
+    shutil.copytree(common.TINY / "model", c / "model")
+    common.write_lines(c / "train.jsonl", common.read_lines(common.TINY / "train.jsonl")[:40])
+    (c / "varied.py").write_text(VARIED)
+    (c / "unfinished").write_text("mine")  # a name that the scripts use inside a run folder
+    varied = ["--reward", f"{c}/varied.py:score"]
+    flags = [*varied] if case.pattern is None else []
+    if case.data is not None:
+        if isinstance(case.data, list):
+            common.write_lines(c / case.name, case.data)
+        else:
+            (c / case.name).write_text(case.data)
+        flags += ["--dataset", f"{c}/{case.name}"]
+    if case.reward is not None:
+        (c / "reward.py").write_text(case.reward)
+        flags += ["--reward", f"{c}/reward.py:score"]
+    if case.template is not None:
+        (c / "chat.jinja").write_text(case.template)
+        flags += ["--chat-template", f"{c}/chat.jinja"]
+    if case.earlier is not None:
+        done = run_alone(script, c, [*varied, *shlex.split(case.earlier)])
+        assert done.returncode == 0, last_words(done.stderr)
+    if case.change:
+        case.change(c)
+    if case.edit:
+        text = script.read_text()
+        assert text.count(case.edit[0]) == 1, f"{case.edit[0]!r} is not in {script.name}, or twice"
+        script = c / script.name
+        script.write_text(text.replace(*case.edit))
+    return script, flags + shlex.split(case.flags.replace("{c}", str(c)))
 
 
 def last_words(text):
-    """What a run ends with: our own sentence; or the messages of the exceptions that nobody caught, the causes before
-    what they caused; or what tyro puts in a box."""
-    lines = [re.sub(r"^\[rank\d\]: ?", "", line) for line in text.splitlines()]
-    own = [line for line in lines if line.startswith("error: ")]
-    messages, inside = [], ""
-    for line in lines:
-        if line.startswith("Traceback (most recent call last)"):
-            inside = "frames"
-        elif line.startswith(("The above exception was", "During handling of", "[W")):  # [W: torch's, as it ends
-            inside = ""
-        elif inside == "frames" and line[:1] not in ("", " "):
-            inside = "message"
-        if inside == "message":
-            messages.append(line)
-    boxed = [line.strip("\u2502\u2500 ") for line in lines if line.startswith("\u2502")]
-    return "\n".join(own or messages or boxed).strip()
+    """What a run ends with: our own sentence; or the messages of the exceptions, the causes before what they caused; or
+    what tyro puts in a box."""
+    text = re.sub(r"(?m)^\[rank\d\]: ?", "", text)
+    for pattern in r"^error: .*", r"^[\w.]*(?:Error|Exception|Invalid|StopIteration)\b.*", r"^\u2502.*":
+        found = re.findall(pattern, text, re.M)
+        if found:
+            return "\n".join(line.strip("\u2502\u2500 ") for line in found).strip()
+    return ""
 
 
 def contents(c):
-    """{file or folder: what tells whether it was touched} of all that lies in the folder of a case."""
-    found = {}
-    for path in c.rglob("*"):
-        if ".cache" not in path.parts:
-            stat = path.stat()
-            found[path.relative_to(c)] = None if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
-    return found
+    """{file: when it was written} of all that lies in the folder of a case."""
+    files = [path for path in c.rglob("*") if path.is_file() and ".cache" not in path.parts]
+    return {str(path.relative_to(c)): path.stat().st_mtime_ns for path in files}
+
+
+def rows_in(c, pattern):
+    """Lines of the .jsonl files of the run folder that match, in order."""
+    return [row for file in sorted(c.glob(f"runs/**/{pattern}")) for row in common.read_lines(file)]
 
 
 def last_step(c):
@@ -1281,113 +794,92 @@ def last_step(c):
     return max([row["step"] for row in rows_in(c, "metrics.jsonl")], default=0)
 
 
-def fault_of(c, flags):
+def fault_of(case, c):
     """What is wrong with a run that should train: nothing, if there is a line for every iteration, every number and
-    weight that it left is finite, and the weights moved if a gradient was there to move them."""
-    total = int(flags[len(flags) - flags[::-1].index("--total-iterations")])
+    weight that it left is finite, the prompts are right, and the weights moved if a gradient was there to move them."""
     lines = rows_in(c, "metrics.jsonl")
-    if [row["step"] for row in lines] != [*range(total + 1)]:
-        return f"iterations {[row['step'] for row in lines]} of {total}"
+    if [row["step"] for row in lines] != [0, 1, 2]:
+        return f"iterations {[row['step'] for row in lines]}"
     if not all(math.isfinite(number) for row in lines for number in row.values()):
         return "a metric that is not finite"
     for file in c.glob("runs/**/*.safetensors"):
-        if "unfinished" in file.parts:  # what a kill left, which nothing reads
-            continue
         if not all(weight.isfinite().all() for weight in load_file(file).values()):
             return f"weights in {file.name} that are not finite"
-    if total == 0:
-        return "a model, though nothing was trained" if any(c.glob("runs/**/final")) else ""
-    pushed = any(row.get("actor/grad_norm", 0) > 0 for row in lines)
-    before = load_file(c / "model" / "model.safetensors")
+    prompts = {row["prompt"] for row in rows_in(c, "completions/step_*.jsonl")}
+    if case.prompt is not None and prompts != {case.prompt}:
+        return f"prompts {prompts}"
+    pushed = any(row["actor/grad_norm"] > 0 for row in lines[1:])
+    before = load_file(c / "model/model.safetensors")
     after = load_file(next(c.glob("runs/**/final/model.safetensors")))
     moved = any(not after[key].equal(before[key]) for key in after)
-    return (
-        "" if pushed == moved else f"gradients {'' if pushed else 'all '}0, yet weights {'moved' if moved else 'not'}"
-    )
+    return "" if pushed == moved else f"a gradient: {pushed}, but weights that moved: {moved}"
 
 
 def one_input(name, script, folder):
     """Runs a case in `folder`: (verdict, what it said). Verdicts: "named" (it ended before it trained, named the cause
     and left the user's files alone), "ran" (as it should), or what is wrong."""
-    case, tiny = INPUTS[name], common.TINY
-    shutil.copytree(tiny / "model", folder / "model")
-    common.write_lines(folder / "train.jsonl", common.read_lines(tiny / "train.jsonl")[:40])
-    (folder / "varied.py").write_text(VARIED)
-    (folder / "unfinished").mkdir()  # a name that the scripts use inside a run folder
-    (folder / "unfinished" / "notes.txt").write_text("mine")
-    runs = case.pattern is None
+    case = INPUTS[name]
     try:
-        flags = [*first_flags(script, folder), *["--reward", f"{folder}/varied.py:score"] * runs]
-        flags += prepared(case.prepare, folder, script)
+        script, flags = prepare(case, script, folder)
     except AssertionError as error:
         return "NOT PREPARED", str(error)
-    copy = folder / script.name  # of the script, which the case has changed
     before, step = contents(folder), last_step(folder)
+    environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub()} if case.online else {}
     try:
-        with hub() if case.online else contextlib.nullcontext() as address:
-            place = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address} if case.online else {}
-            done = run_alone(copy if copy.exists() else script, folder, flags, **place)
+        done = run_alone(script, folder, flags, **environment)
     except subprocess.TimeoutExpired:
         return "HANGS", ""
-    said = last_words(done.stderr)
-    after = contents(folder)
-    touched = [str(path) for path in before if after.get(path, ()) != before[path]]
-    if runs:
-        if done.returncode != 0:
-            return "DID NOT RUN", said
-        touched = [path for path in touched if not path.startswith("runs/")]
-        fault = fault_of(folder, flags)
-        if fault:
-            return "RAN WRONGLY", fault
-    elif done.returncode <= 0:
-        return ("TRAINED" if done.returncode == 0 else "CRASHED"), said
-    elif last_step(folder) > step + case.steps:
-        return "TRAINED", said
-    elif not re.search(case.pattern, said, re.S | re.M):
-        return "NOT NAMED", said
+    said, after = last_words(done.stderr), contents(folder)
+    touched = [name for name, when in before.items() if after.get(name) != when]
+    is_said = case.says in done.stdout + done.stderr
     if touched:
         return "TOUCHED", f"{', '.join(touched)}; {said}"
-    if case.check and not case.check(folder, done.stdout + done.stderr):
-        return "RAN WRONGLY" if runs else "NOT NAMED", said or "not as `check` wants it"
-    return "ran" if runs else "named", said
+    if case.pattern is None:
+        if done.returncode != 0:
+            return "DID NOT RUN", said
+        fault = fault_of(case, folder) if is_said else f"without {case.says}"
+        return ("RAN WRONGLY", fault) if fault else ("ran", "")
+    if done.returncode == 0 or last_step(folder) > step + case.steps:
+        return "TRAINED", said
+    if done.returncode < 0:
+        return "CRASHED", said
+    match = re.search(case.pattern, said, re.S | re.M)
+    if match and is_said:
+        return "named", said[said.rfind("\n", 0, match.start() + 1) + 1 :]  # from the line on that names the cause
+    return "NOT NAMED", said
 
 
 def inputs(count, folder, scripts):
     """Each case in a process of its own, with one of the scripts in turn; two cases at a time."""
-    found, lines = Counter(), []
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
 
     def run(number, name):
-        case = INPUTS[name]
-        able = [script for script in scripts if script in case.only]
-        if not able:
-            return
+        only = INPUTS[name].only
+        able = [script for script in scripts if script in only] or only
         script, place = able[number % len(able)], folder / "cases" / str(number)
         place.mkdir(parents=True)
         verdict, said = one_input(name, folder / f"{script}.py", place)
-        if verdict == "named":  # from the line on that names the cause
-            match = re.search(case.pattern, said, re.S | re.M)
-            said = said[said.rfind("\n", 0, match.start() + 1) + 1 :]
         for path in place, folder, sys.prefix, sys.base_prefix:
             said = said.replace(str(path), "..")
-        what = "" if verdict == "ran" else said.replace("\n", " ")[:160].replace("|", "/")
-        found[verdict] += 1
-        lines.append((number, name, script, verdict, what))
-        print(*lines[-1], sep=" | ", flush=True)
+        cells = name, script, verdict, said.replace("\n", " ")[:160].replace("|", "/")
+        print(number, *cells, sep=" | ", flush=True)
         shutil.rmtree(place)
+        return cells
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(run, *zip(*enumerate(list(INPUTS)[:count]))))
+        lines = list(pool.map(run, *zip(*enumerate(list(INPUTS)[:count]))))
+    found = Counter(verdict for _, _, verdict, _ in lines)
+    others = "".join(f"; **{found[bad]} {bad}**" for bad in found if bad not in ("named", "ran"))
     text = (
         f"`python benchmarks/campaigns/faults.py inputs {count}`: what users get wrong, and how a run of one process "
     )
     text += (
         f"says so (the line that names it). {found['named']} of {len(lines)} ended before they trained on it, named "
     )
-    text += f"the cause and left the user's files as they were; {found['ran']} ran, as "
-    others = "".join(f"; **{found[bad]} {bad}**" for bad in found if bad not in ("named", "ran"))
-    text += f"they should{others or '; none hung or trained on what it should not'}.\n\n"
-    cells = [line for _, *line in sorted(lines)]
-    report("inputs", text + common.markdown(["input", "script", "verdict", "what it said"], cells) + "\n")
+    text += f"the cause and left the user's files as they were; {found['ran']} ran, as they should"
+    text += f"{others or '; none hung or trained on what it should not'}.\n\n"
+    report("inputs", text + common.markdown(["input", "script", "verdict", "what it said"], lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ now, so their files stay as they are, and you cannot run them here.
 
 import argparse
 import copy
+import functools
 import importlib
 import math
 import os
@@ -35,6 +36,141 @@ import plot
 import torch
 from common import RESULTS, ROOT, read_csv
 from learning import write_compact
+
+RUNS = RESULTS / "symptoms"
+
+# ------------------------------------------------------------------------------------------------------------ the bugs
+
+BUGS = {}  # name: (script, the function in it that is replaced, by what)
+MODELS = {}  # that a bug has seen
+
+
+def replaces(place, script="ppo_llm"):
+    """A bug in the place of this function of the script, which it gets first."""
+
+    def register(function):
+        BUGS[function.__name__.replace("_", "-")] = script, place, function
+        return function
+
+    return register
+
+
+@replaces("Policy.forward")
+def logprobs_late(real, self, tokens, mask):
+    """Log-probs are read one position too late: action i gets that of the token after it."""
+    logprobs, entropy = real(self, tokens, mask.roll(1, 1))
+    return logprobs.roll(-1, 1), entropy.roll(-1, 1)
+
+
+@replaces("sample_tokens")
+def sampler_colder(real, logits, u, temperature, *rest):
+    """The sampler is at temperature 0.7, for example from a generation_config that no log-prob knows."""
+    return real(logits, u, 0.7 * temperature, *rest)
+
+
+@replaces("generate")
+def sampler_stale(real, model, *rest):
+    """The sampler is a copy of the policy that never gets the new weights."""
+    if not MODELS:
+        MODELS["first"] = copy.deepcopy(model)
+    return real(MODELS["first"], *rest)
+
+
+@replaces("load_model")
+def dropout_on(real, *args, **options):
+    """Dropout of 0.1 in the attention: the checkpoint's config has it, and all models are in train mode."""
+    model = real(*args, **options)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    return model
+
+
+@replaces("collect_eos_ids")
+def eos_missing(_, model, tokenizer):
+    """The EOS that the model writes does not end the sampling."""
+    return [tokenizer.pad_token_id]
+
+
+@replaces("to_batch")
+def eos_untrained(real, rows, responses, device):
+    """The mask ends before the EOS, as it does if the EOS is the padding token and all padding is masked."""
+    tokens, mask, logprobs, lengths = real(rows, responses, device)
+    for b, response in enumerate(responses):
+        if not response.truncated:
+            mask[b, lengths[b] - 2] = False  # the state whose action is the last token
+    return tokens, mask, torch.where(mask, logprobs, 0), lengths
+
+
+@replaces("place_scores")
+def score_misplaced(_, scores, mask):
+    """The score is in the last column, which is the last token of the longest row only."""
+    rewards = torch.zeros_like(mask, dtype=torch.float32)
+    rewards[:, mask.any(0).nonzero().max()] = scores
+    return rewards
+
+
+@replaces("Critic.forward")
+def values_late(real, self, tokens, mask):
+    """Values are read one position too late: the critic has already seen the action."""
+    return real(self, tokens, mask.roll(1, 1)).roll(-1, 1)
+
+
+@replaces("masked_whiten")
+def padding_whitened(real, x, mask):
+    """Advantages are whitened over prompt and padding, too."""
+    return torch.where(mask, real(x, torch.ones_like(mask)), 0)
+
+
+@replaces("policy_loss")
+def sign_flipped(real, logprobs, old, advantages, *clips):
+    """The sign of the advantage is wrong."""
+    return real(logprobs, old, -advantages, *clips)
+
+
+@replaces("load_model")
+def reference_moves(real, name, auto_class, *rest, **options):
+    """The reference is the policy itself: no copy was made."""
+    if auto_class not in MODELS:
+        model = real(name, auto_class, *rest, **options)
+        model.requires_grad_ = lambda _: model  # otherwise the policy would be frozen, too
+        MODELS[auto_class] = model
+    return MODELS[auto_class]
+
+
+@replaces("policy_loss")
+def no_ratio(_, logprobs, old, advantages, *clips):
+    """No ratio and no clip: the plain policy gradient, from samples that become older with every step."""
+    return -advantages * logprobs, advantages > torch.inf
+
+
+@replaces("group_advantages", "grpo_llm")
+def groups_mixed(real, scores, size, estimator):
+    """Groups are made of the answers to other prompts: rows lie prompt by prompt, not round by round."""
+    rounds = scores.view(size, -1).T.flatten()
+    return real(rounds, size, estimator).view(-1, size).T.flatten()
+
+
+def go_on(real, sentence):
+    """The refusal of a sampler that differs from the training pass is printed, and the run goes on."""
+    if "differ by" not in sentence:
+        real(sentence)
+    print(f"error: {sentence}", file=sys.stderr)
+
+
+def run_bug(name, flags):
+    script, place, function = BUGS[name]
+    algo = importlib.import_module(script)
+    algo.fail = functools.partial(go_on, algo.fail)
+    kind, _, method = place.rpartition(".")
+    owner = getattr(algo, kind) if kind else algo
+    real = getattr(owner, method)
+    setattr(owner, method, lambda *args, **options: function(real, *args, **options))
+    sys.argv[1:] = flags
+    algo.main(algo.parse_args())
+
+
+# ----------------------------------------------------------------------------------------------------------- the runs
 
 OURS = "benchmarks/campaigns/symptoms.py bug"
 SYMPTOMS = {
@@ -55,201 +191,34 @@ SYMPTOMS = {
     "memory-held": "ppo_llm.py --batch-size 4096 --rollout-batch-size 128 --total-iterations 1 --eval-every 0",
     "rollout-slow": "ppo_llm.py --rollout-batch-size 4 --total-iterations 3",
 }
-BUGS_RUN = "logprobs-late sampler-colder sampler-stale dropout-on eos-missing eos-untrained score-misplaced"
-BUGS_RUN = f"{BUGS_RUN} values-late padding-whitened sign-flipped reference-moves groups-mixed".split()
-SYMPTOMS |= {name: f"{OURS} {name} --total-iterations 8" for name in BUGS_RUN}
+SYMPTOMS |= {name: f"{OURS} {name} --total-iterations 8" for name in BUGS if name not in SYMPTOMS}
 # A healthy one that the bands have not seen: what it trips is a false alarm.
 SYMPTOMS["ppo-seed-6"] = "ppo_llm.py --seed 6 --total-iterations 8"
-OLD = "kl-negative", "entropy-rises"  # as they were run with version 0.2
 
 
-def produce(name, results):
-    """Run one symptom's command on one process; returns its exit code."""
+def produce(name):
+    """Runs one symptom's command on one process."""
     script, *flags = shlex.split(SYMPTOMS[name])
     with tempfile.TemporaryDirectory() as temporary:
-        folder, errors = Path(temporary), Path(temporary) / "errors.txt"
+        run_dir = Path(temporary) / "run"
         command = [sys.executable, str(ROOT / script), *flags, "--output-dir", temporary, "--run-name", "run"]
         command += ["--track", "none", "--save-every", "1000"]
-        with open(errors, "w") as file:
+        with open(f"{temporary}/errors.txt", "w+") as file:
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             run = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=file)
             _, status, usage = os.wait4(run.pid, 0)
-        run.returncode = code = os.waitstatus_to_exitcode(status)
-        said = errors.read_text().strip().splitlines()
-        last = said[-1:] if code else [line for line in said if line.startswith("error: ")][:1]
+            run.returncode = os.waitstatus_to_exitcode(status)
+            file.seek(0)
+            said = file.read().strip().splitlines()
+        last = said[-1:] if run.returncode else [line for line in said if line.startswith("error: ")][:1]
         if last:
-            (results / f"{name}.txt").write_text(last[0].replace(str(folder / "run"), f"runs/{name}") + "\n")
-        if (folder / "run" / "metrics.jsonl").is_file():
-            rows = plot.read_run(folder / "run")
+            (RUNS / f"{name}.txt").write_text(last[0].replace(str(run_dir), f"runs/{name}") + "\n")
+        if (run_dir / "metrics.jsonl").is_file():
+            rows = plot.read_run(run_dir)
             if not rows[-1].get("memory/peak_gib"):  # the scripts measure that of a GPU only
                 rows[-1]["memory/peak_gib"] = usage.ru_maxrss / 2**20
-            write_compact(rows, results / f"{name}.csv")
-    return code
-
-
-# ------------------------------------------------------------------------------------------------------------ the bugs
-
-BUGS = {}  # name: (script, what breaks it)
-
-
-def bug(script):
-    def register(function):
-        BUGS[function.__name__.replace("_", "-")] = script, function
-        return function
-
-    return register
-
-
-@bug("ppo_llm")
-def logprobs_late(algo):
-    """Log-probs are read one position too late: action i gets that of the token after it."""
-    forward = algo.Policy.forward
-    algo.Policy.forward = lambda self, tokens, mask: tuple(
-        x.roll(-1, 1) for x in forward(self, tokens, mask.roll(1, 1))
-    )
-
-
-@bug("ppo_llm")
-def sampler_colder(algo):
-    """The sampler is at temperature 0.7, for example from a generation_config that no log-prob knows."""
-    sample = algo.sample_tokens
-    algo.sample_tokens = lambda logits, u, temperature, *rest: sample(logits, u, 0.7 * temperature, *rest)
-
-
-@bug("ppo_llm")
-def sampler_stale(algo):
-    """The sampler is a copy of the policy that never gets the new weights."""
-    generate, copies = algo.generate, []
-
-    def stale(model, *rest):
-        if not copies:
-            copies.append(copy.deepcopy(model))
-        return generate(copies[0], *rest)
-
-    algo.generate = stale
-
-
-@bug("ppo_llm")
-def dropout_on(algo):
-    """Dropout of 0.1 in the attention: the checkpoint's config has it, and all models are in train mode."""
-    load_model = algo.load_model
-
-    def load(*args, **options):
-        model = load_model(*args, **options)
-        for module in model.modules():
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.1
-        return model
-
-    algo.load_model = load
-
-
-@bug("ppo_llm")
-def eos_missing(algo):
-    """The EOS that the model writes does not end the sampling."""
-    algo.collect_eos_ids = lambda model, tokenizer: [tokenizer.pad_token_id]
-
-
-@bug("ppo_llm")
-def eos_untrained(algo):
-    """The mask ends before the EOS, as it does if the EOS is the padding token and all padding is masked."""
-    to_batch = algo.to_batch
-
-    def batch(rows, responses, device):
-        tokens, mask, logprobs, lengths = to_batch(rows, responses, device)
-        for b, response in enumerate(responses):
-            if not response.truncated:
-                mask[b, lengths[b] - 2] = False  # the state whose action is the last token
-        return tokens, mask, torch.where(mask, logprobs, 0), lengths
-
-    algo.to_batch = batch
-
-
-@bug("ppo_llm")
-def score_misplaced(algo):
-    """The score is in the last column, which is the last token of the longest row only."""
-
-    def place_scores(scores, mask):
-        rewards = torch.zeros_like(mask, dtype=torch.float32)
-        rewards[:, mask.any(0).nonzero().max()] = scores
-        return rewards
-
-    algo.place_scores = place_scores
-
-
-@bug("ppo_llm")
-def values_late(algo):
-    """Values are read one position too late: the critic has already seen the action."""
-    forward = algo.Critic.forward
-    algo.Critic.forward = lambda self, tokens, mask: forward(self, tokens, mask.roll(1, 1)).roll(-1, 1)
-
-
-@bug("ppo_llm")
-def padding_whitened(algo):
-    """Advantages are whitened over prompt and padding, too."""
-    whiten = algo.masked_whiten
-    algo.masked_whiten = lambda x, mask: torch.where(mask, whiten(x, torch.ones_like(mask)), 0)
-
-
-@bug("ppo_llm")
-def sign_flipped(algo):
-    """The sign of the advantage is wrong."""
-    loss = algo.policy_loss
-    algo.policy_loss = lambda logprobs, old, advantages, *clips: loss(logprobs, old, -advantages, *clips)
-
-
-@bug("ppo_llm")
-def reference_moves(algo):
-    """The reference is the policy itself: no copy was made."""
-    load_model, models = algo.load_model, {}
-
-    def load(name, auto_class, *rest, **options):
-        if auto_class not in models:
-            model = load_model(name, auto_class, *rest, **options)
-            model.requires_grad_ = lambda _: model  # otherwise the policy would be frozen, too
-            models[auto_class] = model
-        return models[auto_class]
-
-    algo.load_model = load
-
-
-@bug("ppo_llm")
-def no_ratio(algo):
-    """No ratio and no clip: the plain policy gradient, from samples that become older with every step."""
-    algo.policy_loss = lambda logprobs, old, advantages, *clips: (-advantages * logprobs, advantages > torch.inf)
-
-
-@bug("grpo_llm")
-def groups_mixed(algo):
-    """Groups are made of the answers to other prompts: rows lie prompt by prompt, not round by round."""
-    group_advantages = algo.group_advantages
-
-    def mixed(scores, size, estimator):
-        rounds = scores.view(size, -1).T.flatten()
-        return group_advantages(rounds, size, estimator).view(-1, size).T.flatten()
-
-    algo.group_advantages = mixed
-
-
-def go_on(algo):
-    """The refusal of a sampler that differs from the training pass is printed, and the run goes on."""
-    fail = algo.fail
-
-    def say(sentence):
-        if "differ by" not in sentence:
-            fail(sentence)
-        print(f"error: {sentence}", file=sys.stderr)
-
-    algo.fail = say
-
-
-def run_bug(name, flags):
-    script, break_it = BUGS[name]
-    algo = importlib.import_module(script)
-    go_on(algo)
-    break_it(algo)
-    sys.argv[1:] = flags
-    algo.main(algo.parse_args())
+            write_compact(rows, RUNS / f"{name}.csv")
+    print(f"{name}: exit code {run.returncode}", flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- the table
@@ -299,66 +268,44 @@ def script_and_flags(name):
     return (BUGS[script][0], script, flags) if command.startswith(OURS) else (Path(script).stem, None, flags)
 
 
-def compare(results):
-    """{symptom: {metric: (iteration, side)}}; false alarms of healthy seeds against the other four, of how many."""
-    healthy = {f"{x}_llm": [read_metrics(f) for f in sorted((results / x).glob("seed_*.csv"))] for x in ("ppo", "grpo")}
-    found, alarms, tried = {}, [], 0
-    for name in (name for name in SYMPTOMS if name not in NOT_COMPARED):
-        run, seeds = read_metrics(results / "symptoms" / f"{name}.csv"), healthy[script_and_flags(name)[0]]
-        found[name] = {metric: out for metric in seeds[0] if (out := leaves(run, seeds, metric))}
-    for script, seeds in healthy.items():
-        for k, run in enumerate(seeds):
-            for metric in run:
-                tried += 1
-                if leaves(run, seeds[:k] + seeds[k + 1 :], metric, 12):
-                    alarms.append((f"{script.partition('_')[0].upper()}'s seed", k + 1, metric))
-    return found, alarms, tried
-
-
 def make_table(results):
     """Markdown: a sentence on false alarms, and a row for each broken run: first iterations outside a band."""
-    found, alarms, tried = compare(results)
-    said = ", ".join(f"`{metric}` of {script} {seed}" for script, seed, metric in alarms)
-    unseen = len(found.pop("ppo-seed-6"))
-    about = f"We compared each healthy seed with the other four: {len(alarms)} of {tried} metrics left its band within "
-    about += f"12 iterations{' (' * bool(said)}{said}{')' * bool(said)}, and of a sixth seed of PPO {unseen or 'none'}."
+    healthy = {f"{x}_llm": [read_metrics(f) for f in sorted((results / x).glob("seed_*.csv"))] for x in ("ppo", "grpo")}
+    alarms, tried = [], 0  # of healthy seeds against the other four
+    for script, seeds in healthy.items():
+        for k, run in enumerate(seeds):
+            out = [metric for metric in run if leaves(run, seeds[:k] + seeds[k + 1 :], metric, 12)]
+            alarms += [f"`{metric}` of {script.partition('_')[0].upper()}'s seed {k + 1}" for metric in out]
+            tried += len(run)
     heads = [name if name.endswith(("/mean", "/std")) else name.split("/")[1] for name in COLUMNS]
     lines = [["broken run", *(f"`{head}`" for head in heads)], ["---"] * (1 + len(heads))]
-    for name, outs in found.items():
-        _, bug, flags = script_and_flags(name)
-        words = [re.split(r"[:,]|\.(?!\d)", BUGS[bug][1].__doc__)[0]] if bug else []
-        cells = {metric: "↓↑"[side > 0] + str(first) for metric, (first, side) in outs.items()}
+    for name in (name for name in SYMPTOMS if name not in NOT_COMPARED):
+        script, bug, flags = script_and_flags(name)
+        run = read_metrics(results / "symptoms" / f"{name}.csv")
+        outs = {metric: leaves(run, healthy[script], metric) for metric in healthy[script][0]}
+        outs = {metric: "↓↑"[out[1] > 0] + str(out[0]) for metric, out in outs.items() if out}
+        words = [re.split(r"[:,]|\.(?!\d)", BUGS[bug][2].__doc__)[0]] if bug else []
         label = f"**{name}** " + ", ".join(words + [f"`{shlex.join(flags)}`"] * bool(flags))
-        lines.append([label, *(cells.get(metric, "") for metric in COLUMNS)])
+        lines.append([label, *(outs.get(metric, "") for metric in COLUMNS)])
+    lines.pop()  # the healthy run comes last: its alarms, `outs`, are in the sentence
+    about = f"We compared each healthy seed with the other four: {len(alarms)} of {tried} metrics left its band within "
+    about += f"12 iterations{' (' * bool(alarms)}{', '.join(alarms)}{')' * bool(alarms)}, and of a sixth seed of PPO "
+    about += f"{len(outs) or 'none'}."
     return "\n".join([about, "", *("|" + "|".join(line) + "|" for line in lines), ""])
 
 
 def main():
     if sys.argv[1:2] == ["bug"]:
-        if sys.argv[2:3] == [] or sys.argv[2] not in BUGS:
-            sys.exit(f"python {OURS} NAME [flags], NAME one of {', '.join(BUGS)}")
         return run_bug(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="table, or some of " + ", ".join(SYMPTOMS))
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of symptoms/, and of the bands' runs")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    args = parser.parse_args()
-    folder = args.results / "symptoms"
-    folder.mkdir(parents=True, exist_ok=True)
-    if args.names == ["table"]:
-        (folder / "table.md").write_text(make_table(args.results))
-        return
-    refused = [name for name in args.names if name in OLD]
-    if refused:
-        parser.error(f"{', '.join(refused)}: made with version 0.2, see above")
-    missing = [name for name in SYMPTOMS if name not in OLD and not (folder / f"{name}.csv").is_file()]
-    names = args.names or missing
-
-    def run(name):
-        print(f"{name}: exit code {produce(name, folder)}", flush=True)
-
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(run, names))
+    names = parser.parse_args().names
+    if names == ["table"]:
+        (RUNS / "table.md").write_text(make_table(RESULTS))
+    else:
+        missing = [name for name in SYMPTOMS if not (RUNS / f"{name}.csv").is_file()]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(produce, names or missing))
 
 
 if __name__ == "__main__":
