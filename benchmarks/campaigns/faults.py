@@ -14,7 +14,7 @@ fewer. They are copied first, so you can edit them meanwhile. Results go to benc
 to its kills.jsonl, and `kills 0` only writes its table again.
 
 All of `inputs` are rows of INPUTS: what is wrong, and what the run has to say or to do. What the tests try in the same
-way is not among them.
+way is not among them. Of the extras, `test` brings psutil.
 """
 
 import argparse
