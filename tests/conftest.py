@@ -238,16 +238,20 @@ def toy_flags(algo, tiny_model, toy_data, toy_reward):
     return {name: value for name, value in flags.items() if name in known}
 
 
+def run_main(algo, flags):
+    """The run folder of `main` with these fields of Args, on this process alone."""
+    AcceleratorState._reset_state(True)
+    with mock.patch.object(time, "sleep"):  # the pause at the end is for gloo's threads
+        return algo.main(algo.Args(**flags))
+
+
 @pytest.fixture
 def toy_run(algo, toy_flags, tmp_path):
     """Runs `main` with toy_flags | changes: (run folder, its metrics). May be called several times in one test."""
 
     def run(algo=algo, **changes):
-        AcceleratorState._reset_state(True)
         name = f"run{len(list((tmp_path / 'runs').glob('run*')))}"
-        flags = toy_flags | {"output_dir": str(tmp_path / "runs"), "run_name": name} | changes
-        with mock.patch.object(time, "sleep"):  # the pause at the end is for gloo's threads
-            run_dir = algo.main(algo.Args(**flags))
+        run_dir = run_main(algo, toy_flags | {"output_dir": str(tmp_path / "runs"), "run_name": name} | changes)
         return run_dir, read_metrics(run_dir)
 
     return run

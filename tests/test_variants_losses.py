@@ -1,12 +1,15 @@
 # ruff: noqa: F811 (fixtures)
-"""Variants of the policy loss: sapo, dppo, icepop, cov."""
+"""Variants of the policy loss: dual_clip, sapo, cispo, dppo, icepop, cov."""
 
+import importlib
+import itertools
 import math
+import sys
 
 import pytest
 import torch
 from conftest import untimed
-from test_variants import folder, grpo, script_of, token_gradients, told_otherwise, train, variant  # noqa: F401
+from test_variants import example, folder, grpo, token_gradients, told_otherwise, train, variant  # noqa: F401
 
 
 def moved(olds, news, advantages):
@@ -15,39 +18,49 @@ def moved(olds, news, advantages):
     return old.log(), new.log().requires_grad_(), advantages
 
 
-# --- sapo
+def dual_clipped(a, ratio):
+    """1912.09729: the clip of PPO, and where A < 0 a loss of at most 3 * -A, so that no gradient is left beyond."""
+    gone = (a > 0 and ratio > 1.2) or (a < 0 and (ratio < 0.8 or ratio > 3))
+    return 0 if gone else ratio
 
 
-def test_sapos_gate_has_no_edge_and_closes_faster_on_bad_tokens(variant):
-    """2511.20347: the weight is sech^2(tau/2 * (rho - 1)), 1 on policy, and smaller the further the ratio is from 1."""
-    algo = variant("sapo")
-    ratios = torch.cat([torch.linspace(0.05, 1, 20), torch.linspace(1.1, 6, 50)]).double()
-    weights = {}
-    for sign, tau in (1, 1.0), (-1, 1.05):
-        new = ratios.log().requires_grad_()
-        advantages = torch.full_like(ratios, 1.7 * sign)
-        losses, clipped = algo.policy_loss(new, torch.zeros_like(ratios), advantages, 1.0, 1.05)
-        (found,) = torch.autograd.grad(losses.sum(), new)
-        expected = torch.cosh(tau / 2 * (ratios - 1)) ** -2
-        assert torch.allclose(found, -advantages * ratios * expected, rtol=1e-6)
-        weights[sign] = weight = 1 - clipped.detach()
-        assert torch.allclose(weight, expected, rtol=1e-6)
-        assert weight[19] == 1 and (weight[:20].diff() > 0).all() and (weight[19:].diff() < 0).all()
-        assert weight.diff().abs().max() < 0.08  # no step, as the clip has
-        clipped = grpo.policy_loss(new, torch.zeros_like(ratios), advantages, 0.2, 0.2)[1]
-        assert clipped.any() and (found[clipped] != 0).all()
-    off = torch.arange(len(ratios)) != 19
-    assert (weights[-1] < weights[1])[off].all()
+def gated(a, ratio):
+    """2511.20347: sech^2(tau/2 * (rho - 1)), 1 on policy, and smaller the further the ratio is from 1."""
+    return ratio / math.cosh((1.0 if a > 0 else 1.05) / 2 * (ratio - 1)) ** 2
 
 
-def test_on_policy_sapo_is_grpo(train):
-    flags = {"lr": 0.0, "total_iterations": 1}
-    soft, hard = untimed(train("sapo", **flags))[1], untimed(train("sapo", on=script_of("sapo"), **flags))[1]
-    assert soft["actor/clipfrac"] == hard["actor/clipfrac"] == 0
-    assert soft["actor/grad_norm"] == pytest.approx(hard["actor/grad_norm"], rel=1e-5)
-    assert soft.keys() == hard.keys()
-    metrics = train("sapo", total_iterations=3, lr=1e-2)  # the policy moves, and the gate with it
-    assert all(0 < m["actor/clipfrac"] < 0.5 for m in metrics[1:])
+def cut(a, ratio):
+    """2506.13585: never gone."""
+    return min(max(ratio, 0.7), 1.4)
+
+
+# Variant, what its policy_loss takes besides, the gradient of a token by hand: a multiple of -A, by A and ratio.
+BY_HAND = [("dual_clip", (0.2, 0.2, 3.0), dual_clipped), ("sapo", (1.0, 1.05), gated), ("cispo", (0.3, 0.4), cut)]
+
+
+@pytest.mark.parametrize("name, limits, weight", BY_HAND)
+def test_gradients_by_hand(name, limits, weight, variant):
+    """In each quadrant. Clipped is what has not the gradient of the ratio; of sapo, the share that is gone."""
+    tokens = list(itertools.product([2.0, -2.0, 0.0], [0.05, 0.5, 0.75, 1.0, 1.3, 2.9, 3.1, 6.0]))
+    advantages, ratios = torch.tensor(tokens, dtype=torch.float64).T
+    new = ratios.log().requires_grad_()
+    losses, clipped = variant(name).policy_loss(new, torch.zeros_like(ratios), advantages, *limits)
+    (slopes,) = torch.autograd.grad(losses.sum(), new)
+    weights = torch.tensor([weight(a, ratio) for a, ratio in tokens], dtype=torch.float64)
+    assert torch.allclose(slopes, -advantages * weights)
+    gone = 1 - weights / ratios
+    assert torch.allclose(clipped.double(), gone if name == "sapo" else (gone != 0).double())
+    assert name != "dual_clip" or losses.max() == 3 * 2.0
+
+
+def test_the_file_cispo_has_the_loss_of_the_patch(variant, monkeypatch):
+    monkeypatch.setattr(grpo, "policy_loss", grpo.policy_loss)  # is put back: the file replaces it where it is imported
+    monkeypatch.delitem(sys.modules, "cispo", raising=False)
+    cispo = importlib.import_module("cispo")
+    assert grpo.policy_loss is cispo.policy_loss
+    new, old, advantages, _ = example()
+    for ours, theirs in zip(*(algo.policy_loss(new, old, advantages, 0.3, 0.4) for algo in (cispo, variant("cispo")))):
+        assert torch.equal(ours, theirs)
 
 
 # --- dppo
@@ -232,10 +245,7 @@ def test_high_covariances_are_penalised_or_detached(variant, train, monkeypatch)
     assert detached["actor/covariance"] == penalised["actor/covariance"]
 
 
-@pytest.mark.parametrize("cov", ["kl", "clip"])
-def test_the_choice_does_not_depend_on_micro_batches(cov, train):
-    flags = {"cov": cov, "cov_share": 0.1, "total_iterations": 3}
-    for a, b in zip(
-        untimed(train("cov", **flags)), untimed(train("cov", microbatch_tokens=10**6, **flags)), strict=True
-    ):
+def test_the_choice_does_not_depend_on_micro_batches(train):
+    few, one = (untimed(train("cov", cov="clip", cov_share=0.1, microbatch_tokens=size)) for size in (128, 10**6))
+    for a, b in zip(few, one, strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
