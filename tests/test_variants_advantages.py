@@ -8,6 +8,8 @@ import torch
 from conftest import make_tokenizer, refusal, untimed
 from test_variants import SOME_END, folder, gradients_of, grpo, train, variant  # noqa: F401
 
+# ruff: noqa: F811
+
 F = torch.float64
 
 
@@ -42,7 +44,7 @@ def mean_gradient(algo, theta, right, group_size, estimator, loss_agg):
 
 @pytest.mark.parametrize("easy", [-2.0, 0.5, 3.0])
 @pytest.mark.parametrize("group_size", [2, 3, 4])
-def test_maxrl_climbs_the_truncated_log_likelihood(variant, group_size, easy):  # noqa: F811
+def test_maxrl_climbs_the_truncated_log_likelihood(variant, group_size, easy):
     """2602.02710, eq. 6: the log of the chance of success as a series, here up to G - 1 terms; REINFORCE has one."""
     algo = variant("maxrl")
     args = algo.Args(model="m")
@@ -61,7 +63,7 @@ def test_maxrl_climbs_the_truncated_log_likelihood(variant, group_size, easy):  
     assert torch.cosine_similarity(other, slope, 0) < 0.999 < torch.cosine_similarity(found, slope, 0)
 
 
-def test_maxrl_by_hand(variant, train):  # noqa: F811
+def test_maxrl_by_hand(variant, train):
     algo = variant("maxrl")
     scores = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1])  # the rarer a success, the more it counts
     found = algo.group_advantages(scores, 4, "maxrl").view(4, 4)
@@ -69,10 +71,6 @@ def test_maxrl_by_hand(variant, train):  # noqa: F811
     assert torch.allclose(found, by_hand)
     for estimator in "grpo", "dr_grpo", "rloo":
         assert torch.equal(algo.group_advantages(scores, 4, estimator), grpo.group_advantages(scores, 4, estimator))
-    assert "no score may be negative" in refusal(lambda: algo.group_advantages(scores - 0.5, 4, "maxrl"))
-    metrics = train("maxrl", reward="binary")
-    assert len(metrics) == 4 and all(m["actor/grad_norm"] > 0 for m in metrics[1:])
-    assert max(m["advantage/std"] for m in metrics[1:]) > 0.5
     said = refusal(lambda: train("maxrl", reward="binary", missing_eos_penalty=1.0))
     assert "no score may be negative" in said
 
@@ -90,23 +88,9 @@ def answers_of_all_lengths():
     return probabilities, lengths, torch.tensor([tokens[-1] for tokens in answers], dtype=F), slopes
 
 
-def test_no_baseline_has_less_variance_than_the_length_weighted_mean():
-    """2505.23585, on all answers: it leaves the gradient as it is, as every constant does."""
-    probabilities, lengths, scores, slopes = answers_of_all_lengths()
-    scores = scores * (lengths < 3)
-    best = (probabilities * lengths) @ scores / (probabilities @ lengths.to(F))
-    plain = probabilities @ scores
-    variances = {}
-    for baseline in best, plain, best - 0.05, best + 0.05, torch.tensor(0.0):
-        gradients = (scores - baseline)[:, None] * slopes
-        assert torch.allclose(probabilities @ gradients, (probabilities * scores) @ slopes)
-        variances[baseline.item()] = (probabilities @ (gradients - probabilities @ gradients).square()).sum().item()
-    assert min(variances, key=variances.get) == best.item() != plain.item()
-
-
 @pytest.mark.parametrize("scored", [1, 2, 3])  # a last token b is right in answers of at most so many tokens
 @pytest.mark.parametrize("group_size", [2, 3])
-def test_the_group_baseline_of_opo_has_less_variance(variant, group_size, scored):  # noqa: F811
+def test_the_group_baseline_of_opo_has_less_variance(variant, group_size, scored):
     algo = variant("optimal_baseline")
     probabilities, lengths, scores, slopes = answers_of_all_lengths()
     scores = scores * (lengths <= scored)
@@ -125,7 +109,7 @@ def test_the_group_baseline_of_opo_has_less_variance(variant, group_size, scored
     assert torch.cosine_similarity(means["opo"], true, 0) > {2: 0.98, 3: 0.99}[group_size]
 
 
-def test_opo_by_hand(variant, train, spy):  # noqa: F811
+def test_opo_by_hand(variant, train, spy):
     algo = variant("optimal_baseline")
     scores, lengths = torch.tensor([1.0, 0, 0, 1, 1, 0]), torch.tensor([1, 3, 2, 2, 5, 5])
     found = algo.group_advantages(scores, 2, "opo", lengths)
@@ -146,7 +130,7 @@ def test_opo_by_hand(variant, train, spy):  # noqa: F811
 
 
 @pytest.mark.parametrize("loss_agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_what_was_cut_off_trains_nothing(variant, train, spy, loss_agg):  # noqa: F811
+def test_what_was_cut_off_trains_nothing(variant, train, spy, loss_agg):
     """The gradient is that of the finished responses alone; the scores of all are in the mean and std of a group."""
     algo = variant("mask_truncated")
     batches, groups = spy(algo, "to_batch"), spy(algo, "group_advantages")
@@ -168,9 +152,11 @@ def test_what_was_cut_off_trains_nothing(variant, train, spy, loss_agg):  # noqa
     by_hand = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
     assert torch.allclose(found, by_hand, atol=1e-5 * by_hand.abs().max().item())
     assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-4)
+    used = (advantages * finished)[:, None].expand_as(mask)[mask]
+    assert metrics["advantage/mean"] == pytest.approx(used.mean().item(), abs=1e-6) != advantages.mean().item()
 
 
-def test_nothing_cut_off_is_grpo_and_all_cut_off_takes_no_step(variant, train, monkeypatch, spy):  # noqa: F811
+def test_nothing_cut_off_is_grpo_and_all_cut_off_takes_no_step(variant, train, monkeypatch, spy):
     algo, real = variant("mask_truncated"), variant("mask_truncated").generate
 
     def end(algo, truncated):
@@ -193,7 +179,7 @@ def test_nothing_cut_off_is_grpo_and_all_cut_off_takes_no_step(variant, train, m
 # --- self_distill
 
 
-def test_the_teachers_preference_is_the_gradient_of_the_kl(variant):  # noqa: F811
+def test_the_teachers_preference_is_the_gradient_of_the_kl(variant):
     """In the mean over the student's tokens, its log-probs as advantages give the reverse KL of all tokens (SDPO)."""
     algo = variant("self_distill")
     stream = torch.Generator().manual_seed(3)
@@ -206,14 +192,14 @@ def test_the_teachers_preference_is_the_gradient_of_the_kl(variant):  # noqa: F8
     assert torch.allclose(found, expected) and expected.abs().max() > 0.05
 
 
-def test_who_is_shown_which_solution(variant):  # noqa: F811
+def test_who_is_shown_which_solution(variant):
     """Another one of the group; a group without a success has none, and the only success none for itself."""
     find = variant("self_distill").find_solutions
     scores, texts = [1.0, 0, 0.5, 0, 0, 0, 0, 1, 0], list("abcdefghi")
     assert find(scores, texts, 3, 0.5) == ["c", "a", "a", None, None, None, "h", None, "h"]
 
 
-def test_the_teachers_prompt(variant, tmp_path):  # noqa: F811
+def test_the_teachers_prompt(variant, tmp_path):
     algo, tokenizer = variant("self_distill"), make_tokenizer()
     args = algo.Args(model="m")
     table = algo.datasets.Dataset.from_list([{"question": "what is a", "answer": "1"}])
@@ -234,7 +220,7 @@ def test_the_teachers_prompt(variant, tmp_path):  # noqa: F811
     assert text.endswith("orrectly solve the original question.<eos>assistant-")  # the hint is in the user's turn
 
 
-def test_the_self_teacher_rates_the_students_own_tokens(variant, train, folder, spy):  # noqa: F811
+def test_the_self_teacher_rates_the_students_own_tokens(variant, train, folder, spy):
     """Advantages against a pass of its own for each row, with the prompt written out; 0 without a solution."""
     algo = variant("self_distill")
     batches, used, policies = spy(algo, "to_batch"), spy(algo, "policy_loss"), spy(algo, "Policy")
@@ -254,7 +240,7 @@ def test_the_self_teacher_rates_the_students_own_tokens(variant, train, folder, 
             alone.append(policy(tokens, actions)[0][actions].detach())
         logprobs.append(alone)
     (_, _, advantages, *_), _ = used[-1]  # the last call is for the log, with the whole batch
-    taught = 0
+    taught, gaps = 0, []
     for b, (student, teacher) in enumerate(zip(*logprobs)):
         group = [j for j in range(b - b % 4, b - b % 4 + 4) if j != b and right[j]]
         found = advantages[b][mask[b]]
@@ -264,12 +250,14 @@ def test_the_self_teacher_rates_the_students_own_tokens(variant, train, folder, 
             assert hinted[b]["input_ids"] == asked
             assert torch.allclose(found, teacher - student, atol=1e-4) and found.abs().max() > 0.01
             taught += 1
+            gaps.append(student - teacher)
         else:
             assert hinted[b] is rows[b] and found.abs().max() == 0
-    assert 0 < taught < 16 and m["teacher/taught_frac"] == taught / 16 and m["teacher/kl"] != 0
+    assert 0 < taught < 16 and m["teacher/taught_frac"] == taught / 16
+    assert m["teacher/kl"] == pytest.approx(torch.cat(gaps).mean().item(), abs=1e-4)
 
 
-def test_a_teacher_that_knows_no_more_teaches_nothing(variant, train, monkeypatch, spy):  # noqa: F811
+def test_a_teacher_that_knows_no_more_teaches_nothing(variant, train, monkeypatch, spy):
     """The same prompt: the same log-probs to the bit, so the tokens are aligned, and no gradient."""
     algo = variant("self_distill")
     monkeypatch.setattr(algo, "ask_again", lambda row, *rest: row["input_ids"])

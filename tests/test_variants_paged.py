@@ -22,24 +22,17 @@ def engines():
 
 
 @pytest.fixture
-def seen(variant, monkeypatch):
-    """What happened in a run: `batches`, lists of Responses; `models`, the policy first; and after each rollout what is
-    left of the engine, in `left`."""
-    algo, found = variant("paged"), {"batches": [], "models": [], "left": []}
-    scores, load = algo.compute_scores, algo.load_model
+def seen(variant, spy):
+    """A list that gets of each rollout the Responses, and what is left of the engine after it."""
+    algo = variant("paged")
+    models = spy(algo, "load_model")  # the policy comes first
 
-    def compute_scores(reward, tokenizer, rows, responses):
-        model = found["models"][0]
+    def look(reward, tokenizer, rows, responses):
+        (_, model), *_ = models
         caches = [thing for thing in gc.get_objects() if isinstance(thing, PagedAttentionCache)]
-        found["left"].append((model.config._attn_implementation, model.training, engines(), caches))
-        found["batches"].append(responses)
-        return scores(reward, tokenizer, rows, responses)
+        return responses, (model.config._attn_implementation, model.training, engines(), caches)
 
-    monkeypatch.setattr(algo, "compute_scores", compute_scores)
-    monkeypatch.setattr(
-        algo, "load_model", lambda *a, **k: found["models"].append(load(*a, **k)) or found["models"][-1]
-    )
-    return found
+    return spy(algo, "compute_scores", look)
 
 
 def diffs(metrics):
@@ -51,7 +44,7 @@ def test_the_engine_samples_with_the_weights_of_the_moment(train, seen, flags):
     metrics = train("paged", lr=0.02, **flags)
     assert max(diffs(metrics)) < 1e-6
     assert all(abs(m["kl/mean"]) > 1e-4 for m in metrics[-2:])  # stale weights, an adapter asleep: they would differ so
-    assert all(left == ("sdpa", True, 0, []) for left in seen["left"])  # nothing of the engine is left for the update
+    assert all(left == ("sdpa", True, 0, []) for _, left in seen)  # nothing of the engine is left for the update
 
 
 def test_a_response_ends_with_the_first_eos_or_is_truncated(train, seen, tmp_path):
@@ -61,7 +54,7 @@ def test_a_response_ends_with_the_first_eos_or_is_truncated(train, seen, tmp_pat
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
     metrics = train("paged", model=model, temperature=0.7, batch_size=16, minibatch_size=64, total_iterations=1)
     assert max(diffs(metrics)) < 1e-6  # log-probs are those after the temperature
-    (responses,) = seen["batches"]
+    ((responses, _),) = seen
     for ids, logprobs, truncated in responses:
         assert len(ids) == len(logprobs) <= 12 and not {1, 2}.intersection(ids[:-1])
         assert truncated == (ids[-1] not in (1, 2)) and (not truncated or len(ids) == 12)
@@ -75,36 +68,29 @@ def check_greedy_answers(train, tmp_path):
     """They have to be those of `generate`."""
 
     def check(**flags):
-        flags |= {"eval_rows": 5, "total_iterations": 0}
-        train("paged", run_name="paged", **flags)
-        train("paged", run_name="plain", on=script_of("paged"), **flags)
-        paged, plain = (read_rows(tmp_path / name / "completions" / "eval_000000.jsonl") for name in ("paged", "plain"))
-        assert len(plain) == 5 and paged == plain
+        answers = []
+        for name, script in ("paged", None), ("plain", script_of("paged")):
+            train("paged", run_name=name, on=script, eval_rows=5, total_iterations=0, **flags)
+            answers.append(read_rows(tmp_path / name / "completions" / "eval_000000.jsonl"))
+        assert len(answers[1]) == 5 and answers[0] == answers[1]
 
     return check
 
 
-@pytest.mark.parametrize(
-    "sizes", [{}, {"microbatch_tokens": 16, "rollout_batch_size": 2}], ids=["at once", "in pieces"]
-)
-def test_greedy_answers_are_those_of_generate(check_greedy_answers, sizes):
+def test_greedy_answers_are_those_of_generate(check_greedy_answers):
     """Also where prompts are read in pieces, and responses take the places of those that have ended."""
-    check_greedy_answers(**sizes)
+    check_greedy_answers(microbatch_tokens=16, rollout_batch_size=2)
 
 
-@pytest.mark.parametrize("sharing", [True, False])
-def test_rows_that_lose_their_pages_are_read_again(variant, train, check_greedy_answers, seen, monkeypatch, sharing):
+def test_rows_that_lose_their_pages_are_read_again(variant, train, check_greedy_answers, seen, monkeypatch, spy):
     """In a cache for two rows. Prompts share pages, but none with those of older weights."""
     library = variant("paged").transformers  # transformers runs its __init__ twice, so ours may be another module
-    config, again, lost = library.ContinuousBatchingConfig, RequestState.create_equivalent_initial_request, []
-    small = {"page_size": 4, "num_blocks": 14, "allow_block_sharing": sharing}
+    config, small = library.ContinuousBatchingConfig, {"page_size": 4, "num_blocks": 14}
     monkeypatch.setattr(library, "ContinuousBatchingConfig", lambda **options: config(**options | small))
-    monkeypatch.setattr(
-        RequestState, "create_equivalent_initial_request", lambda row: lost.append(row.generated_len()) or again(row)
-    )
-    assert max(diffs(train("paged", lr=0.02))) < 1e-6
+    lost = spy(RequestState, "create_equivalent_initial_request", lambda row: row.generated_len())
+    assert max(diffs(train("paged", lr=0.02, total_iterations=2))) < 1e-6
     assert max(lost) > 1  # rows that had begun to answer
-    assert all(len(r.ids) == len(r.logprobs) <= 12 for batch in seen["batches"] for r in batch)
+    assert all(len(r.ids) == len(r.logprobs) <= 12 for responses, _ in seen for r in responses)
     lost.clear()
     check_greedy_answers()
     assert max(lost) > 1
@@ -120,11 +106,11 @@ def test_the_engine_has_our_autocast(train, monkeypatch):
         return output
 
     monkeypatch.setattr(nn.Linear, "forward", linear)
-    flags = {"dtype": "bfloat16", "total_iterations": 2, "batch_size": 16, "minibatch_size": 64}
-    metrics = train("paged", **flags)
+    flags = {"dtype": "bfloat16", "total_iterations": 1, "batch_size": 16, "minibatch_size": 64}
+    (ours,) = diffs(train("paged", **flags))
     assert types == {(True, torch.bfloat16), (False, torch.bfloat16)}
-    plain = train("paged", on=script_of("paged"), **flags)
-    assert all(1e-5 < a < 2 * b for a, b in zip(diffs(metrics), diffs(plain), strict=True))
+    (plain,) = diffs(train("paged", on=script_of("paged"), **flags))
+    assert 1e-5 < ours < 2 * plain
 
 
 def test_a_run_repeats_and_resumes_to_the_bit(train):
