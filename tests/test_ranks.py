@@ -1,11 +1,12 @@
 """One result whatever the number of processes: every script on one, two and four ranks, sharded, and composed."""
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import compose, copies, each_script, make_model, path_of, toy_rows, untimed, write_rows
+from conftest import compose, copies, each_script, make_model, path_of, untimed
 from ranks import load_script, run_ranks, train
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,41 +21,27 @@ ADAM = {"lr": 1e-3, "critic_lr": 1e-3, "eval_rows": 1}  # a row to evaluate that
 # Of a run: (flags, options).
 SGD_FIXED = (FIXED, {"sgd": True, "fixed": True})
 SAMPLED = (ADAM, {})
-GRPO_SAMPLED = ({"lr": 1e-3, "eval_rows": 5}, {})
+LORA = (FIXED | {"lora_rank": 4, "lr": 0.5}, {"sgd": True, "fixed": True})
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    make_model(folder / "model", initializer_range=0.05)  # mild: less is lost by cancellation
-    # Of the sharded script rank 0 alone reads this file.
-    GenerationConfig(eos_token_id=[5, 6, 7]).save_pretrained(folder / "model")
-    write_rows(folder / "train.jsonl", toy_rows(24))
-    write_rows(folder / "test.jsonl", toy_rows(5, 100))
-    (folder / "toy_reward.py").write_text(
-        "def early(prompts, responses, answers):\n"
-        "    return [sum(c < 'm' for c in r) / max(1, len(r)) + 0.01 * len(r) for r in responses]\n"
-    )
-    return folder
-
-
-@pytest.fixture(scope="module")
-def runs(folder):
+def runs(tmp_path_factory, toy_data, toy_reward):
     """runs(name of the script, ranks, {name: (flags, options)}) -> {name: what `train` tells of it, for each rank}."""
+    folder = tmp_path_factory.mktemp("ranks")
+    model = make_model(folder / "model", initializer_range=0.05)  # mild: less is lost by cancellation
+    GenerationConfig(eos_token_id=[5, 6, 7]).save_pretrained(model)  # sharded, rank 0 alone reads this file
 
     def run(script, world, wanted):
-        files = {"model": str(folder / "model")}
-        files |= {"dataset": str(folder / "train.jsonl"), "eval_dataset": str(folder / "test.jsonl")}
-        files |= {"reward": f"{folder}/toy_reward.py:early", "output_dir": str(folder / f"{script}-{world}")}
-        own = {"group_size": 2, "batch_size": 8, "minibatch_size": 8} if script.startswith("grpo") else {}
-        without = ("critic_lr",) if script.startswith("grpo") else ()
-        path, todo = compose(folder) if script == "grpo_llm_fsdp" else path_of(script), []
+        path = compose(folder) if script == "grpo_llm_fsdp" else path_of(script)
+        own = {"model": model, "dataset": toy_data, "reward": toy_reward, "output_dir": f"{folder}/{script}-{world}"}
+        own |= {"group_size": 2, "minibatch_size": 8} if script.startswith("grpo") else {}
+        known, todo = {field.name for field in fields(load_script(path).Args)}, []
         for name, (flags, options) in wanted.items():
-            fields = FLAGS | files | own | {"run_name": name} | flags
-            todo.append(({key: value for key, value in fields.items() if key not in without}, options))
+            every = FLAGS | own | {"run_name": name} | flags
+            todo.append(({flag: value for flag, value in every.items() if flag in known}, options))
         results = run_ranks(world, train, str(path), todo)
-        for (fields, _), found in zip(todo, results[0]):
-            assert ("eval/score" in found["metrics"][-1]) == (fields["eval_rows"] > 0)
+        for (flags, _), found in zip(todo, results[0]):
+            assert ("eval/score" in found["metrics"][-1]) == (flags["eval_rows"] > 0)
         return {name: [rank[i] for rank in results] for i, name in enumerate(wanted)}
 
     return run
@@ -62,27 +49,19 @@ def runs(folder):
 
 @pytest.fixture(scope="module")
 def ppo(runs):
-    return runs("ppo_llm", 1, {"sgd": SGD_FIXED, "sampled": SAMPLED, "lora": lora()})
+    return runs("ppo_llm", 1, {"sgd": SGD_FIXED, "sampled": SAMPLED, "lora": LORA})
 
 
 @pytest.fixture(scope="module")
 def grpo(runs):
-    return runs("grpo_llm", 1, {"sgd": SGD_FIXED, "sampled": GRPO_SAMPLED})
-
-
-def lora():
-    return FIXED | {"lora_rank": 4, "lr": 0.5}, {"sgd": True, "fixed": True}
+    return runs("grpo_llm", 1, {"sgd": SGD_FIXED, "sampled": SAMPLED})
 
 
 def compare(found, expected, tolerance, weights=None):
     """Metrics of the first rank, and parameters of every rank, against those of one process."""
     (expected,) = expected
-    ours, theirs = untimed(found[0]["metrics"]), untimed(expected["metrics"])
-    assert len(ours) == len(theirs) > 1
-    for a, b in zip(ours, theirs):
-        assert a.keys() == b.keys()
-        for name in a:
-            assert a[name] == pytest.approx(b[name], rel=tolerance, abs=tolerance), (a["step"], name)
+    for a, b in zip(untimed(found[0]["metrics"]), untimed(expected["metrics"]), strict=True):
+        assert a == pytest.approx(b, rel=tolerance, abs=tolerance)
     for rank in found:
         for model, parameters in expected["weights"].items():
             ours = rank["weights"][model]
@@ -107,7 +86,7 @@ def alike(found):
 
 @copies("ppo_llm")
 def test_ppo_by_two(ppo, runs):
-    found = runs("ppo_llm", 2, {"sgd": SGD_FIXED, "lora": lora()})
+    found = runs("ppo_llm", 2, {"sgd": SGD_FIXED, "lora": LORA})
     for name, ranks in found.items():
         compare(ranks, ppo[name], 1e-5)
         compare_gradients(ranks, ppo[name], 1e-5)
@@ -204,7 +183,7 @@ ALL = {"offload": True, "gradient_checkpointing": True}
 SHARDED_ROLLOUT = (ADAM | {"rollout_params": "sharded"}, {})
 SHARDED = {
     "sgd": SGD_FIXED,
-    "lora": lora(),
+    "lora": LORA,
     "copies": (FIXED | ALL | {"shard_group_size": 1}, SGD_FIXED[1]),
     "sharded rollout": SHARDED_ROLLOUT,
 }
@@ -251,7 +230,7 @@ def test_ranks_cut_equally_many_micro_batches(sharded_by_two):
 @copies("grpo_llm")
 def test_composed_is_grpo(runs, grpo):
     """The merged script on two ranks, also with AdamW and real sampling: what grpo_llm.py computes."""
-    found = runs("grpo_llm_fsdp", 2, {"sgd": SGD_FIXED, "sampled": GRPO_SAMPLED})
+    found = runs("grpo_llm_fsdp", 2, {"sgd": SGD_FIXED, "sampled": SAMPLED})
     compare(found["sgd"], grpo["sgd"], 1e-5)
     compare_gradients(found["sgd"], grpo["sgd"], 1e-5)
     compare(found["sampled"], grpo["sampled"], 1e-4, 1e-3)

@@ -2,7 +2,7 @@
 
 import gc
 import shutil
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from conftest import make_model, path_of, read_metrics, refusal, untimed
-from ranks import BrokenOff, load_script, run_ranks, train, whole
+from ranks import load_script, run_ranks, train, whole
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -82,26 +82,6 @@ def test_gathered_and_sharded_rollouts_give_the_tokens_of_the_whole_model(algo, 
                     assert ours.ids == theirs.ids and ours.truncated == theirs.truncated
                     assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
     assert len(lengths) > 1  # ranks do end at different times
-
-
-def eos_ids_of_a_rollout(flags):
-    algo, found = load_script(PATH), []
-
-    def generate(model, prompts, uniforms, eos_ids, temperature):
-        found.append(eos_ids)
-        raise BrokenOff
-
-    algo.generate = generate
-    with suppress(BrokenOff):
-        algo.main(algo.Args(**flags))
-    return found
-
-
-def test_ranks_without_weights_know_the_eos_ids_of_the_generation_config(toy_flags, tmp_path):
-    folder = Path(make_model(tmp_path / "model"))
-    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
-    flags = toy_flags | {"model": str(folder), "output_dir": str(tmp_path), "eval_rows": 0}
-    assert run_ranks(2, eos_ids_of_a_rollout, flags) == [[[1, 5]]] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------- folders

@@ -5,12 +5,10 @@ pytest tests/test_vllm.py -n 0
 
 import importlib.util
 import re
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, compose, launch, read_metrics, read_rows, untimed, variants
-from ranks import load_script
+from ranks import load_script, run_script
 
 # A response has 16 tokens at most, which cuts some off; the learning rate is so large that stale weights would be seen.
 FLAGS = {"batch_size": 8, "minibatch_size": 32, "eval_rows": 33, "max_response_length": 16, "lr": 2e-3, "track": "none"}
@@ -21,9 +19,8 @@ def test_without_vllm_one_sentence_says_what_to_install(tmp_path):
     path = tmp_path / "vllm_llm.py"
     path.write_text(variants.patched("vllm"))
     (tmp_path / "vllm.py").write_text("raise ModuleNotFoundError('No module named vllm')")
-    done = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True)
-    assert done.returncode != 0 and done.stdout == ""
-    assert re.fullmatch(r"No module named vllm: .* pip install vllm .*\n", done.stderr), done.stderr
+    code, console = run_script(path, ["--help"], 1)
+    assert code != 0 and re.fullmatch(r"No module named vllm: .* pip install vllm .*\n", console), console
 
 
 @pytest.fixture(scope="module")
