@@ -67,6 +67,22 @@ def letters(prompts, responses, answers):
     return {"early": [sum(c < "m" for c in r) / 9 for r in responses], "size": [len(r) / 99 for r in responses]}
 
 
+# Of four groups of four. The first differs in one score alone, the second in the other alone, the third in both alike,
+# the fourth in none.
+def tabled(prompts, responses, answers):
+    wide = [5.0, 5.0, 5.0, 5.0, 0.0, 90.0, 30.0, 0.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0]
+    narrow = [0.0, 0.0, 1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    return {"wide": wide, "narrow": narrow}
+
+
+def short(prompts, responses, answers):
+    return {"good": [1.0] * len(prompts), "bad": [1.0]}
+
+
+def spoilt(prompts, responses, answers):
+    return {"good": [1.0] * len(prompts), "bad": [float("nan")] * len(prompts)}
+
+
 def digest(prompts, responses, answers):
     return [zlib.crc32(repr(pair).encode()) % 97 / 97 for pair in zip(prompts, responses)]
 
@@ -298,12 +314,6 @@ def test_pairs_train(pair, folder, stacked, tmp_path):
     trains(path, {name: value for name, value in flags.items() if name in known})
 
 
-# Those that another place of the script is in the way of, and why.
-NOT_SHARDED = {
-    "lora_bf16": "it casts frozen layers, which are sharded there",
-}
-
-
 @pytest.fixture(scope="module")
 def sharded(folder):
     """sharded(name): (text of the variant sharded, number of conflicts)"""
@@ -318,9 +328,9 @@ def sharded(folder):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_variant_can_be_sharded(name, sharded):
-    """By a merge, without a conflict; but for those named above."""
+    """By a merge, without a conflict; but for one that casts frozen layers, which are sharded there."""
     text, conflicts = sharded(name)
-    assert (conflicts > 0) == (name in NOT_SHARDED)
+    assert (conflicts > 0) == (name == "lora_bf16")
     if not conflicts:
         compile(text, name, "exec")
 
@@ -400,11 +410,9 @@ def test_by_two_as_by_one(name, rel, flags, agree, folder):
     if name == "bypass":
         script = folder / "otherwise.py"
         script.write_text(variants.patched(name).replace('\nif __name__ == "__main__":\n', OTHERWISE))
-    (before, *metrics) = agree(script, name, rel, one=script, **flags)
+    _, *metrics = agree(script, name, rel, one=script, **flags)
     if name == "bypass":
         assert all(1.02 < m["rollout/weight_mean"] < 1.05 and m["rollout/ess"] < 0.99999 for m in metrics)
-    if name == "pass_at_k":
-        assert before["eval/pass@2"] > before["eval/score_sampled"]
     if flags.items() >= ENDING.items():
         assert all(m["actor/grad_norm"] > 1e-3 and 0 < m["response/truncated_frac"] < 1 for m in metrics)
 
@@ -459,6 +467,8 @@ REFUSED = [
 ]
 OF_NOTHING = "--kl-reward-coef, --kl-target and --kl-horizon must be above 0: a coefficient of 0 would stay 0"
 REFUSED += [("adaptive_kl", {flag: 0.0}, OF_NOTHING) for flag in ("kl_reward_coef", "kl_target", "kl_horizon")]
+BAD = "the reward bad must return 16 finite numbers, not these"
+REFUSED += [("multi_reward", {"reward": reward}, BAD) for reward in ("short", "spoilt")]
 UNFIT = "--reward-weights must be a finite number for each of ['early', 'size']"
 for weights in (1.0,), (math.nan, 1.0), (0.0, 0.0):
     REFUSED.append(("multi_reward", {"reward": "letters", "reward_weights": weights}, UNFIT))
@@ -746,9 +756,8 @@ def test_a_judge_reads_the_rubric(folder, monkeypatch):
     yes = tokenizer(" Yes", add_special_tokens=False)["input_ids"]
     for score, text in zip(found, ("q what r one a 1?", "q is r two two a 2?", "q x r y a 3?"), strict=True):
         asked = tokenizer(text)["input_ids"]
-        logprobs = model(torch.tensor([asked + yes])).logits[0].log_softmax(-1)
-        expected = sum(logprobs[len(asked) - 1 + i, token].item() for i, token in enumerate(yes))
-        assert score == pytest.approx(expected, abs=1e-4)
+        logprobs = model(torch.tensor([asked + yes])).logits[0, len(asked) - 1 : -1].log_softmax(-1)
+        assert score == pytest.approx(logprobs[range(len(yes)), yes].sum().item(), abs=1e-4)
     monkeypatch.setenv("JUDGE_RUBRIC", "the same whatever was said")
     scores = torch.tensor(judge.judge(["a"] * 8, list("bcdefghi"), ["1"] * 8))
     assert grpo.group_advantages(scores, 4, "grpo").tolist() == [0] * 8
@@ -787,16 +796,13 @@ def test_the_list_of_variants_is_complete():
         assert path.name == "__pycache__" or f"`{path.stem}`" in chapter, path
 
 
-# --- bypass
-
-
-def told_otherwise(algo, monkeypatch, gap):
-    """From now on the sampler claims log-probs that are lower by twice `gap` in every other response."""
+def told_otherwise(algo, monkeypatch, *gaps):
+    """From now on the sampler claims log-probs that are lower by so much: a number a token, of responses in turn."""
     real = algo.generate
 
     def generate(*args):
-        gaps = itertools.cycle([2 * gap, 0])
-        return [r._replace(logprobs=[x - g for x in r.logprobs]) for r, g in zip(real(*args), gaps)]
+        turns = itertools.cycle(gaps)
+        return [r._replace(logprobs=[x - g for x, g in zip(r.logprobs, next(turns))]) for r in real(*args)]
 
     monkeypatch.setattr(algo, "generate", generate)
 
@@ -815,7 +821,7 @@ def test_bypass_weights(variant):
 def test_bypass_corrects_for_the_sampler(variant, train, monkeypatch):
     flags = {"total_iterations": 1, "temperature": 0.9, "kl_reward_coef": 0.0}
     plain = untimed(train("bypass", on=script_of("bypass"), **flags))[1]
-    told_otherwise(variant("bypass"), monkeypatch, 0.005)
+    told_otherwise(variant("bypass"), monkeypatch, [0.01] * 12, [0] * 12)
     rollout = train("bypass", **flags)[1]
     token = train("bypass", old_logprobs="corrected", **flags)[1]
     sequence = train("bypass", old_logprobs="corrected", is_level="sequence", **flags)[1]
@@ -847,12 +853,9 @@ def test_bypass_without_a_pass(variant, train, spy):
 
 @pytest.mark.parametrize("old_logprobs", ["rollout", "corrected"])
 def test_bypass_refuses_another_sampler(variant, train, monkeypatch, old_logprobs):
-    told_otherwise(variant("bypass"), monkeypatch, 0.02)
+    told_otherwise(variant("bypass"), monkeypatch, [0.04] * 12, [0] * 12)
     said = refusal(lambda: train("bypass", old_logprobs=old_logprobs))
     assert "sampler and training pass differ by 0.02" in said
-
-
-# --- adaptive_kl
 
 
 def test_the_kl_controller(variant):
@@ -877,9 +880,6 @@ def test_the_kl_coefficient_follows_and_resumes(train):
     for m in whole[3:]:  # it is this coefficient that the rewards have
         kl = m["kl/mean"] * m["response/length_mean"]
         assert (m["reward/mean"] - m["reward/total_mean"]) / kl == pytest.approx(m["kl/coef"], rel=1e-3)
-
-
-# --- top_p
 
 
 def test_top_p_and_top_k_cut_the_tail(variant):
@@ -926,9 +926,6 @@ def test_top_p_cuts_in_training_alone_and_is_guarded(variant, train, monkeypatch
         assert "sampler and training pass differ by" in refusal(lambda: train("top_p", top_p=0.9))
 
 
-# --- anneal
-
-
 def test_schedules(variant):
     schedule = variant("anneal").schedule
     linear = [schedule("linear", i, 6, 2) for i in range(1, 7)]
@@ -945,9 +942,6 @@ def test_both_learning_rates_fall(train, spy):
     factors = [1, 1, 0.75, 0.5, 0.25]
     assert rates[::2] == pytest.approx([1e-3 * x for x in factors]) == [m["actor/lr"] for m in metrics[1:]]
     assert rates[1::2] == pytest.approx([2e-3 * x for x in factors])
-
-
-# --- kl_gradient
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
@@ -971,16 +965,10 @@ def test_a_plus_has_the_value_of_one_and_the_gradient_of_the_kl(variant, kind):
     assert torch.equal(algo.kl_penalty(logprobs, ref, "abs"), (logprobs - ref).abs())
 
 
-# --- dual_clip
-
-
 def test_dual_clip_in_a_run(train):
     flags = {"batch_size": 8, "minibatch_size": 4, "ppo_epochs": 3, "lr": 0.03, "total_iterations": 1}
     cut, free = train("dual_clip", **flags, dual_clip=1.01)[1], train("dual_clip", **flags, dual_clip=1e9)[1]
     assert cut["actor/clipfrac"] > 0.01 + free["actor/clipfrac"] and cut["actor/loss"] < free["actor/loss"]
-
-
-# --- value_clip
 
 
 def test_value_clip_pushes_no_value_far(variant):
@@ -1001,9 +989,6 @@ def test_value_clip_in_a_run(variant, train, spy):
     assert first[3] == second[3] == 0.01
     assert torch.equal(first[1], second[1]) and values[values != 0].sum() == first[1].sum()  # phase 4's in both epochs
     assert torch.equal(first[0], first[1]) and (second[0] - second[1]).abs().max() > 0.01  # from there they moved
-
-
-# --- target_kl
 
 
 def test_target_kl_leaves_out_steps_and_their_loss(variant, train, monkeypatch, spy):
@@ -1039,9 +1024,6 @@ def test_target_kl_stops_two_processes_together(train, folder, tmp_path):
     assert_close(one, two[0]["metrics"], rel=1e-4, abs=1e-6)
 
 
-# --- lora_bf16
-
-
 @pytest.mark.parametrize("rank, tied", [(2, False), (2, True), (0, False)])
 def test_lora_bf16_is_the_same_to_the_bit(folder, train, spy, rank, tied):
     """Log-probs, values and gradients of two iterations; without LoRA the reference is what is frozen."""
@@ -1063,9 +1045,6 @@ def test_lora_bf16_is_the_same_to_the_bit(folder, train, spy, rank, tied):
         cast = not p.requires_grad and p.ndim == 2 and p is not after.get_input_embeddings().weight
         assert p.dtype == (torch.bfloat16 if cast else torch.float32), name
     assert head.dtype == (torch.float32 if tied else torch.bfloat16)
-
-
-# --- reward_model
 
 
 REWARD_TEXTS = ["", "a", "ab c", "one two three four", "what is it?", "x" * 33, "12345", "a"]
@@ -1090,8 +1069,9 @@ def classify(monkeypatch):
         monkeypatch.setattr(reward_model, "NAME", folder)
         monkeypatch.setenv("REWARD_BATCH", str(batch))
         reward_model.load.cache_clear()
-        chats = [[{"role": "user", "content": "ask"}] for _ in texts]
-        found = reward_model.reward_model(["ask"] * len(texts), texts, [None] * len(texts), messages=chats)
+        columns = {"prompts": ["ask"] * len(texts), "responses": texts, "answers": [None] * len(texts)}
+        columns["messages"] = [[{"role": "user", "content": "ask"}] for _ in texts]
+        found = reward_model.reward_model(**columns)  # by these names a script calls it
         model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         wanted = wanted or [f"ask{text}" for text in texts]
@@ -1161,22 +1141,6 @@ NO_REWARD_MODEL = [
 def test_what_is_no_reward_model_or_cannot_read_a_text_is_refused(classify, tmp_path, make, config, texts, said):
     with pytest.raises(ValueError, match=said):
         classify(make(tmp_path / "rm", **config), texts, 4)
-
-
-def test_a_reward_model_in_a_run_of_two_processes(classify, folder, tmp_path):
-    """The scores of what was sampled. Each process has a copy of its own, and half of the rows."""
-    model = make_classifier(tmp_path / "rm")
-    (tmp_path / "scorer.py").write_text(
-        f"import os, sys\n\nos.environ['REWARD_MODEL'] = {model!r}\n"
-        f"sys.path.insert(0, {str(ROOT / 'notes' / 'variants')!r})\nfrom reward_model import reward_model\n"
-    )
-    flags = {"reward": f"{tmp_path}/scorer.py:reward_model", "total_iterations": 1}
-    flags = flags_of("replay", folder, **flags, output_dir=tmp_path, run_name="run")
-    metrics = train_by_two(ROOT / "grpo_llm.py", flags)
-    rows = read_rows(tmp_path / "run" / "completions" / "step_000001.jsonl")
-    _, expected = classify(model, [""] * 16, 1, [row["prompt"] + row["response"] for row in rows])
-    assert [row["score"] for row in rows] == pytest.approx(expected, abs=1e-5)
-    assert metrics[1]["reward/mean"] == pytest.approx(statistics.mean(expected), abs=1e-5)
 
 
 # --- entropy_tokens
@@ -1330,40 +1294,18 @@ def test_the_older_weights_are_resumed(lora_rank, train):
 
 # --- multi_reward
 
-# Of four groups of four: the scores named `wide` and `narrow`. The first group differs in one alone, the second in the
-# other alone, the third in both alike, the fourth in none.
-WIDE = [5.0, 5.0, 5.0, 5.0] + [0.0, 90.0, 30.0, 0.0] + [0.0, 0.0, 1.0, 1.0] + [2.0] * 4
-NARROW = [0.0, 0.0, 1.0, 1.0] + [0.1] * 4 + [0.0, 0.0, 1.0, 1.0] + [0.0] * 4
-
-
-@pytest.fixture
-def named(folder):
-    """named(body): `--reward` of a function with this body; WIDE and NARROW are there."""
-
-    def write(name, body):
-        lines = f"WIDE, NARROW = {WIDE}, {NARROW}\n\n\ndef reward(prompts, responses, answers):\n    return {body}\n"
-        (folder / f"{name}.py").write_text(lines)
-        return f"{folder}/{name}.py:reward"
-
-    return write
-
-
-def used_advantages(losses):
-    """Of the last policy_loss, which is of the whole batch, for the log: (B,L) -> (B,)."""
-    (_, _, advantages, *_), _ = losses[-1]
-    return advantages.sum(1) / (advantages != 0).sum(1).clamp(min=1)
-
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
 @pytest.mark.parametrize("weights", [(), (2.0, 0.5)])
-def test_each_reward_is_normalised_in_its_group_then_they_are_summed(weights, estimator, variant, train, named, spy):
+def test_each_reward_is_normalised_in_its_group_then_they_are_summed(weights, estimator, variant, train, folder, spy):
     losses = spy(variant("multi_reward"), "policy_loss")
-    reward = named("tabled", '{"wide": WIDE, "narrow": NARROW}')
-    flags = {"reward": reward, "reward_weights": weights, "estimator": estimator, "total_iterations": 1}
+    flags = {"reward": "tabled", "reward_weights": weights, "estimator": estimator, "total_iterations": 1}
     metrics = train("multi_reward", **flags)
-    used = used_advantages(losses)
+    (_, _, advantages, *_), _ = losses[-1]  # of the whole batch, for the log: (B,L)
+    used = advantages.sum(1) / (advantages != 0).sum(1).clamp(min=1)
     a, b = weights or (1.0, 1.0)
-    wide, narrow = (grpo.group_advantages(torch.tensor(s), 4, estimator) for s in (WIDE, NARROW))
+    tabled = load_script(folder / "toy.py").tabled(None, None, None)
+    wide, narrow = (grpo.group_advantages(torch.tensor(scores), 4, estimator) for scores in tabled.values())
     summed = a * wide + b * narrow
     assert torch.allclose(used, summed / (summed.std() + 1e-6), atol=1e-6)
     assert used.std() == pytest.approx(1, abs=1e-5) and metrics[1]["advantage/mean"] == pytest.approx(0, abs=2)
@@ -1395,23 +1337,7 @@ def test_every_score_is_logged_evaluated_and_written(train, tmp_path):
     assert {round(p, 4) for p in penalty} == {0.0, -0.25}  # of a truncated one each loses it
 
 
-@pytest.mark.parametrize("body", ["[0.5] * (len(prompts) - 1)", "[float('nan')] * len(prompts)", "[]"])
-def test_a_bad_score_is_refused_by_its_name(body, train, named):
-    reward = named("bad", f'{{"good": [1.0] * len(prompts), "bad": {body}}}')
-    said = refusal(lambda: train("multi_reward", reward=reward))
-    assert "the reward bad must return 16 finite numbers, not these" in said
-
-
 # --- shared_critic
-
-
-def head_of(weights):
-    return torch.cat([p.detach().flatten() for name, p in weights.items() if "score." in name])
-
-
-def checkpoint_of(path):
-    (weights, optimizer) = torch.load(path, weights_only=True)["policy"]
-    return weights, optimizer
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
@@ -1421,13 +1347,12 @@ def test_the_value_head_is_trained_saved_and_resumed_to_the_bit(lora_rank, train
     whole = resumed(train, "shared_critic", 2, **flags)
     heads = []
     for step in (2, 4):
-        weights, optimizer = checkpoint_of(tmp_path / f"whole/checkpoints/step_{step:06d}.pt")
-        heads.append(head_of(weights))
+        checkpoint = torch.load(tmp_path / f"whole/checkpoints/step_{step:06d}.pt", weights_only=True)
+        weights, optimizer = checkpoint["policy"]
+        heads.append(torch.cat([p.detach().flatten() for name, p in weights.items() if "score." in name]))
         assert len(optimizer["state"]) == len(weights)  # every trained tensor has its moments
     assert heads[0].count_nonzero() == 33 and heads[0].abs().max() > 1e-3 and (heads[0] != heads[1]).all()
     assert sum(m["critic/explained_variance"] != 0 for m in whole[2:]) == 3
-    ends = [checkpoint_of(tmp_path / name / "checkpoints/step_000004.pt")[0] for name in ("whole", "part")]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def gradients_of(optimizer, *_):
@@ -1493,22 +1418,19 @@ def test_each_head_has_its_learning_rate(train, variant, spy):
 # -------------------------------------------------------------------------------------------------------------- fp16
 
 
-def with_first_scale(text, power):
-    """The variant with another first scale: a large one makes the first steps overflow, and the scale halve."""
-    assert text.count("enabled=fp16)") == 1
-    return text.replace("enabled=fp16)", f"enabled=fp16, init_scale=2.0**{power})")
-
-
 @pytest.fixture
 def train_fp16(train, tmp_path):
-    """train_fp16(first scale, script=, **flags): metrics of a run on one process, of the variant on a script."""
+    """train_fp16(power, script, **flags): metrics of a run on one process, of the variant on a script.
+
+    The first scale is 2**power: with a large one the first steps overflow, and the scale halves.
+    """
 
     def run(power=16, script="grpo_llm", **flags):
         path = tmp_path / f"fp16_{script}_{power}.py"
         base = script_of("fp16").read_text()
         text, conflicts = variants.merged((ROOT / f"{script}.py").read_text(), base, variants.patched("fp16"))
-        assert conflicts == 0
-        path.write_text(with_first_scale(text, power))
+        assert conflicts == 0 and text.count("enabled=fp16)") == 1
+        path.write_text(text.replace("enabled=fp16)", f"enabled=fp16, init_scale=2.0**{power})"))
         name, dtype = ("plain_pg" if script == "ppo_llm" else "fp16"), {"dtype": "float16"}
         return train(name, on=path, **dtype | flags)
 
