@@ -482,12 +482,12 @@ def test_a_flag_out_of_its_range_is_refused(name, flags, sentence, train):
 # ---------------------------------------------------------------------------------------- what each one says it does
 
 
-def example(seed=0, rows=4, width=6):
+def example(seed=0):
     stream = torch.Generator().manual_seed(seed)
-    old = -torch.rand(rows, width, generator=stream, dtype=torch.float64)
-    new = (old + 0.5 * torch.randn(rows, width, generator=stream, dtype=torch.float64)).requires_grad_()
-    advantages = torch.randn(rows, 1, generator=stream, dtype=torch.float64).expand(rows, width)
-    mask = torch.arange(width) < torch.tensor([6, 3, 5, 1])[:, None]
+    old = -torch.rand(4, 6, generator=stream, dtype=torch.float64)
+    new = (old + 0.5 * torch.randn(4, 6, generator=stream, dtype=torch.float64)).requires_grad_()
+    advantages = torch.randn(4, 1, generator=stream, dtype=torch.float64).expand(4, 6)
+    mask = torch.arange(6) < torch.tensor([6, 3, 5, 1])[:, None]
     return new, old, advantages, mask
 
 
@@ -632,7 +632,7 @@ def test_distillation_rewards_each_token_with_the_teachers_surprise(variant, tra
     assert metrics[-1]["kl/mean"] < 0.8 * metrics[1]["kl/mean"]  # it learns from its own samples
     make_model(folder / "stranger", pad=None)
     path = folder / "stranger" / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()), ensure_ascii=True).replace('"q"', '"Q"'))
+    path.write_text(path.read_text().replace('"q"', '"Q"'))
     said = refusal(lambda: train("distill", ref_model=str(folder / "stranger")))
     assert "stranger has another tokenizer than --model" in said
 
@@ -1229,25 +1229,24 @@ def test_a_line_of_completions_has_its_own_samples(train, folder, tmp_path):
 # --- one_step_off
 
 
-def test_the_weights_of_one_iteration_ago_sample(variant, train, monkeypatch):
+def test_the_weights_of_one_iteration_ago_sample(variant, train, spy):
     """And those of now are evaluated; a model's weights are told apart by their sum."""
-    algo, events = variant("one_step_off"), []
-    real_generate, real_forward = algo.generate, algo.forward_all
 
-    def add(kind, model):
-        events.append((kind, sum(p.double().sum().item() for p in model.parameters())))
+    def weights(model, *_):
+        return sum(p.double().sum().item() for p in model.parameters())
 
-    monkeypatch.setattr(algo, "generate", lambda model, *args: add("sample", model) or real_generate(model, *args))
-    monkeypatch.setattr(algo, "forward_all", lambda module, *args: add("pass", module) or real_forward(module, *args))
+    algo = variant("one_step_off")
+    sampling, passes = spy(algo, "generate", weights), spy(algo, "forward_all", weights)
     train("one_step_off", total_iterations=4, kl_loss_coef=0.0, eval_rows=2, eval_every=1)
-    assert [kind for kind, _ in events] == ["sample"] * 2 + ["sample", "pass", "pass", "sample", "sample"] * 4
-    start, iterations = events[0][1], [[w for _, w in events[first : first + 5]] for first in range(2, 22, 5)]
-    before, now = start, start  # what the policy was at the start of the last iteration, and is at that of this one
-    for sampled, policy, sampler, *evaluated in iterations:
+    assert len(sampling) == 2 + 4 * 3 and len(passes) == 4 * 2  # two evaluations come first
+    before = now = sampling[0]  # what the policy was at the start of the last iteration, and is at that of this one
+    for i in range(4):
+        sampled, *evaluated = sampling[2 + 3 * i : 5 + 3 * i]
+        policy, sampler = passes[2 * i : 2 * i + 2]
         assert sampled == sampler == before and policy == now
         assert evaluated[0] == evaluated[1] != policy
         before, now = now, evaluated[0]
-    assert len({sampled for sampled, *_ in iterations}) == 3
+    assert len({*sampling[2::3]}) == 3
 
 
 def test_importance_weights_are_cut(variant, train, spy):
