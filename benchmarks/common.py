@@ -80,6 +80,15 @@ def write_csv(path, rows):
         writer.writerows(rows)
 
 
+def grouped(rows, *names):
+    """{value of this column, or a tuple of several: the rows that have it}, in the order of the rows."""
+    groups = {}
+    for row in rows:
+        key = tuple(row[name] for name in names)
+        groups.setdefault(key if len(names) > 1 else key[0], []).append(row)
+    return groups
+
+
 def markdown(head, lines):
     """A table; cells may be numbers."""
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (head, ["---"] * len(head), *lines))

@@ -1,11 +1,13 @@
-"""Run TRL iteration by iteration, for benchmarks/speed.py, which launches this file in TRL's environment.
+"""Run another project iteration by iteration, for benchmarks/speed.py, which launches this file in its environment.
 
     accelerate launch ... peers.py TASK.json
 
-TASK.json says which trainer and how much work. Rank 0 writes a line per iteration: seconds, those of the rollout,
-tokens of prompts and responses, responses and optimizer steps. The last line is the peak memory of the largest process.
+TASK.json says which trainer and how much work. Rank 0 writes a line per iteration. Of TRL's: seconds, those of the
+rollout, tokens of prompts and responses, responses and optimizer steps; of rlhfbook.com's code: seconds, and the score.
+The last line is the peak memory of the largest process.
 """
 
+import itertools
 import json
 import os
 import resource
@@ -20,14 +22,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 TASK = json.loads(Path(sys.argv[1]).read_text())
-GPU = torch.cuda.is_available()
 COMMON = {
     "output_dir": TASK["folder"],
     "learning_rate": 1e-5,
     "report_to": "none",
     "save_strategy": "no",
-    "use_cpu": not GPU,
-    "bf16": GPU,
+    "use_cpu": True,
     "gradient_checkpointing": False,
     "disable_tqdm": True,
     "logging_steps": 10_000,
@@ -46,8 +46,6 @@ class Record:
         def run(*args, **kwargs):
             begin = time.perf_counter()
             result = function(*args, **kwargs)
-            if GPU:
-                torch.cuda.synchronize()
             self.rollout += time.perf_counter() - begin
             return result
 
@@ -57,11 +55,8 @@ class Record:
         self.tokens, self.responses = self.tokens + tokens, self.responses + responses
 
     def end_iteration(self):
-        if GPU:
-            torch.cuda.synchronize()
         work = torch.tensor([self.tokens, self.responses], dtype=torch.long)
         if dist.is_initialized():
-            work = work.cuda() if GPU else work
             dist.all_reduce(work)
         now = time.perf_counter()
         names = "seconds", "rollout", "tokens", "responses", "optimizer_steps"
@@ -70,14 +65,11 @@ class Record:
         self.last = time.perf_counter()
 
     def write(self):
-        peak = torch.cuda.max_memory_allocated() if GPU else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak = torch.tensor(peak, device="cuda" if GPU else "cpu")
-        world = 1
+        peak = torch.tensor(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         if dist.is_initialized():
             dist.all_reduce(peak, dist.ReduceOp.MAX)
-            world = dist.get_world_size()
         if int(os.environ.get("RANK", 0)) == 0:
-            self.lines.append({"peak_bytes": peak.item(), "processes": world})
+            self.lines.append({"peak_bytes": peak.item()})
             Path(TASK["result"]).write_text("".join(json.dumps(line) + "\n" for line in self.lines))
 
 
@@ -101,8 +93,8 @@ def rule(completions, answer):
     return [float(c.rsplit("####", 1)[-1].strip() == str(a)) for c, a in zip(completions, answer)]
 
 
-def group():
-    """GRPOTrainer or RLOOTrainer: TASK["prompts"] prompts x TASK["group_size"] responses."""
+def grpo():
+    """GRPOTrainer: TASK["prompts"] prompts x TASK["group_size"] responses."""
     import trl
 
     def reward(prompts, completions, completion_ids, answer, **kwargs):
@@ -112,9 +104,7 @@ def group():
 
     tokenizer = AutoTokenizer.from_pretrained(TASK["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(TASK["model"], dtype=torch.float32)
-    forced = {"generation_kwargs": {"min_new_tokens": TASK["length"]}} if TASK["forced"] else {}
-    own = {"loss_type": "grpo"} if TASK["trainer"] == "GRPO" else {}
-    config = getattr(trl, f"{TASK['trainer']}Config")(
+    config = trl.GRPOConfig(
         per_device_train_batch_size=TASK["prompts"] * TASK["group_size"] // TASK["steps"] // TASK["processes"],
         steps_per_generation=TASK["steps"],
         num_generations=TASK["group_size"],
@@ -122,12 +112,11 @@ def group():
         max_steps=TASK["steps"] * TASK["iterations"],
         beta=TASK["beta"],
         temperature=1.0,
-        **own,
-        **forced,
+        loss_type="grpo",
         **COMMON,
     )
     data = Dataset.from_list(TASK["rows"])
-    trainer = getattr(trl, f"{TASK['trainer']}Trainer")(
+    trainer = trl.GRPOTrainer(
         model, reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]
     )
     assert trainer.accelerator.num_processes == TASK["processes"]
@@ -159,21 +148,20 @@ def ppo():
     """PPOTrainer of TRL 1.12.0, the last release that has it."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
+    prompts = TASK["prompts"] * TASK["group_size"]  # with one response to each
+
     tokenizer = AutoTokenizer.from_pretrained(TASK["model"], padding_side="left")
     load = {"pretrained_model_name_or_path": TASK["model"], "dtype": torch.float32}
     policy, reference = (AutoModelForCausalLM.from_pretrained(**load) for _ in range(2))
     value = AutoModelForSequenceClassification.from_pretrained(**load, num_labels=1)
-    if TASK["forced"]:
-        real = ppo_trainer.GenerationConfig
-        ppo_trainer.GenerationConfig = lambda **kwargs: real(**kwargs, min_new_tokens=TASK["length"])
     ppo_trainer.batch_generation = RECORD.timed(ppo_trainer.batch_generation)
-    local = TASK["prompts"] // TASK["processes"]
+    local = prompts // TASK["processes"]
     config = PPOConfig(
         per_device_train_batch_size=local,
         gradient_accumulation_steps=1,
         num_mini_batches=TASK["steps"],
         num_ppo_epochs=1,
-        total_episodes=TASK["prompts"] * TASK["iterations"],
+        total_episodes=prompts * TASK["iterations"],
         local_rollout_forward_batch_size=local,
         response_length=TASK["length"],
         stop_token="eos",
@@ -207,7 +195,50 @@ def ppo():
     trainer.train()
 
 
+def book():
+    """The code of rlhfbook.com, in one process. What it is given, and what stays as it is, is said in speed.py."""
+    sys.path.insert(0, TASK["code"])
+    from policy_gradients import train, utils
+    from policy_gradients.config import Config
+
+    torch.set_num_threads(1)
+    utils.console.quiet = True
+    load = AutoModelForCausalLM.from_pretrained
+    utils.AutoModelForCausalLM.from_pretrained = lambda *a, **k: load(*a, **k | {"torch_dtype": torch.float32})
+    real, real_values = utils.load_model, utils.get_val_model
+
+    def load_model(*args, **kwargs):
+        model, tokenizer = real(*args, **kwargs)
+        tokenizer.chat_template = (
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+        )
+        return model, tokenizer
+
+    def get_val_model(*args):
+        model = real_values(*args)
+        return model and model.float()  # its new head
+
+    times = []
+
+    def log(values):
+        if "avg_correctness" in values:  # the responses of an iteration are there; the one before has ended
+            times.append((time.perf_counter(), values["avg_correctness"]))
+
+    train.load_model, train.get_val_model = load_model, get_val_model
+    train.create_dataset = lambda cfg: [{"question": row["prompt"], "answer": row["answer"]} for row in TASK["rows"]]
+    train.wandb.init, train.wandb.log = lambda **kwargs: None, log
+    utils._correctness_reward = lambda dataset, texts, rows: rule(texts, [row["answer"] for row in rows])
+    sizes = {"prompts_per_step": TASK["prompts"], "num_rollouts": TASK["group_size"], "train_batch_size": 64}
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 64}
+    losses = {"loss": TASK["algorithm"], "lr": 1.5e-4, "gamma": 1.0, "lam": 0.95, "vf_coef": 0.5, "clip_eps_val": 0.4}
+    more = {"data": {"specs": [], "size": 0}, "batch_acc": 1, "format_weight": 0.0, "device": "cpu"}
+    config = sizes | sampling | losses | more
+    train.main(Config(model_name=TASK["model"], seed=TASK["seed"], **config))
+    times.append((time.perf_counter(), None))
+    RECORD.lines = [{"seconds": now - last, "score": score} for (last, score), (now, _) in itertools.pairwise(times)]
+
+
 if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()
-    {"GRPO": group, "RLOO": group, "PPO": ppo}[TASK["trainer"]]()
+    {"GRPO": grpo, "PPO": ppo, "book": book}[TASK["trainer"]]()
     RECORD.write()

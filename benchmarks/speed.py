@@ -1,76 +1,65 @@
-"""How fast are the scripts? Against other trainers on the same work, and part by part.
+"""How fast are the scripts? Against other projects on the same work, and part by part.
 
     python benchmarks/speed.py iteration --trl TRL/bin/python --trl-ppo TRL12/bin/python    against TRL
     python benchmarks/speed.py iteration --steps 1 --only GRPO --trl TRL/bin/python         one optimizer step a batch
-    python benchmarks/speed.py rollout      against transformers' generate and generate_batch
-    python benchmarks/speed.py memory       of an update with a vocabulary of 151,936
-    python benchmarks/speed.py scaling      two processes against one, batches of 1x to 8x
-    python benchmarks/speed.py start        from launch to the first evaluation
+    python benchmarks/speed.py scaling      two processes against one
+    python benchmarks/speed.py sharding --rounds 3      ppo_llm_fsdp.py against ppo_llm.py
     python benchmarks/speed.py ablation     GRPO without each of the things that make it fast
     python benchmarks/speed.py profile      what the phases of an iteration spend their time on
     python benchmarks/speed.py floors       operations and bytes per second of one core
-    python benchmarks/speed.py table        tables and figures of everything measured so far
+    python benchmarks/speed.py table        tables of everything measured so far, but for:
+    python benchmarks/speed.py book --code rlhf-book/code --python BOOK/bin/python          against rlhfbook.com
 
-The peers need separate environments: `pip install trl` (newest) and `trl==1.12.0` (the last with a PPOTrainer). All
-contenders take turns, round by round. In a round, we take each contender's median over the iterations after the
+The peers need separate environments: `pip install trl` (newest), `trl==1.12.0` (the last with a PPOTrainer), and what
+the pyproject.toml of https://github.com/natolambert/rlhf-book lists. What they run there is in peers.py.
+
+All contenders take turns, round by round. In a round, we take each contender's median over the iterations after the
 warm-up, and their ratios; the number we report is the median of these ratios over the rounds. Results are appended to
-benchmarks/results/speed/measured.jsonl, or to the one in another folder (--results); tables and figures are made from
-it. Phases are timed from outside, by benchmarks/phases.py. Against TRL, a round does not count if a peer took a fifth
-more or less than in its median round: something else disturbed it. Such rounds are repeated, up to twice as many rounds
-in all; the table says how many did not count.
+benchmarks/results/speed/measured.jsonl, or to the one in another folder (--results); the tables are made from it.
+Phases are timed from outside, by benchmarks/phases.py.
 
-`iteration` continues from the rounds that are already measured.
+`book` trains the embedded model in the code of rlhfbook.com (commit a66b0bf) and in ours, a seed a round: seconds of an
+iteration, and what is learned. Their loop, sampler, losses and optimizer run as they are, in one process on one thread
+as ours do. Given to them are our model in float32, questions and verifier (theirs want tags), the sizes and learning
+rate of our defaults, and sampling from the whole distribution at temperature 1. As in their configs, critic and policy
+have one optimizer, and there is no KL; ours has none here either.
 """
 
 import argparse
-import itertools
 import json
 import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from pathlib import Path
 
 import common
 import phases
 import torch
 import variants
-from common import ROOT, TINY, launcher, read_lines
+from common import ROOT, TINY, read_lines
+from transformers import AutoTokenizer
 
 RESULTS = common.RESULTS / "speed"
 BETA, LR = 0.001, 1e-5  # nothing should be learned: the work has to stay the same
+WARM_UP = 2  # iterations that do not count
 
-# Prompts and responses of an iteration, longest response, prompt length (None: as they are), optimizer steps.
+# Prompts and responses of an iteration, longest response, optimizer steps; tokens that prompts are cut to.
 SIZES = {
-    "tiny": {"prompts": 32, "group_size": 8, "length": 40, "prompt_length": None, "steps": 4},
+    "tiny": {"prompts": 32, "group_size": 8, "length": 40, "steps": 4},
     "20m": {"prompts": 4, "group_size": 8, "length": 128, "prompt_length": 128, "steps": 1},
-    "0.5b": {"prompts": 1, "group_size": 8, "length": 32, "prompt_length": 128, "steps": 1},
 }
-SHAPES = {
-    "20m": {"vocab_size": 32_768, "hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8},
-    "0.5b": {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
-}
-SHAPES["20m"] |= {"num_attention_heads": 5, "num_key_value_heads": 5, "tie_word_embeddings": True}
-SHAPES["0.5b"] |= {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
-
-# Runs a script of ours, and has its phases timed.
-RUN = """
-import sys
-sys.path[:0] = [{folder!r}, {benchmarks!r}]
-import phases
-import {script} as algo
-
-phases.Clock(algo)
-if {forced}:  # an EOS is a token like any other
-    algo.collect_eos_ids = lambda *args: []
-algo.main(algo.parse_args())
-"""
-
-SETTING = "size", "processes", "forced", "steps"  # of a measurement of iterations
+SHAPE_20M = {"vocab_size": 32_768, "hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8}
+SHAPE_20M |= {"num_attention_heads": 5, "num_key_value_heads": 5, "tie_word_embeddings": True}
+SHAPE_50M = {"vocab_size": 420, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+SHAPE_50M |= {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 512}
+SETTING = "size", "forced", "steps"  # of a measurement of iterations
+GROUPED = ["--estimator", "grpo", "--kl-loss-coef", str(BETA), "--kl-reward-coef", "0"]
+SINGLE = ["--kl-reward-coef", str(BETA), "--kl-loss-coef", "0"]
 
 # What is undone, as replacements in a copy of grpo_llm.py, where each text stands once.
 UNDONE = {
@@ -90,467 +79,210 @@ UNDONE = {
     },
     "AdamW not fused": {", fused=True)": ")"},
 }
+WAYS = {"replicated": ("ppo_llm", []), "gathered": ("ppo_llm_fsdp", ["--rollout-params", "gathered"])}
+WAYS |= {"sharded": ("ppo_llm_fsdp", ["--rollout-params", "sharded"])}
+BOOK = {"grpo": (15, 32, 8), "ppo": (4, 256, 1)}  # iterations, prompts of an iteration, responses to each
 
 
-def make_model(folder, size):
-    """The folder of a model: the embedded one, or random weights with its tokenizer."""
-    if size == "tiny":
-        return TINY / "model"
-    common.make_model(folder / size, SHAPES[size])
-    return folder / size
+# --- The work, and runs that do it -----------------------------------------------------------------------------------
 
 
-def make_rows(size):
-    """[{prompt, answer}]; prompts as our scripts would write them, joined and cut to the length if one is asked for."""
-    from transformers import AutoTokenizer
-
-    length = SIZES[size]["prompt_length"]
+def make_task(folder, size, forced=False, **changes):
+    """Model, rows [{prompt, answer}] and sizes. forced: every response has the full length."""
+    task = SIZES[size] | changes
     tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
     rows = read_lines(TINY / "train.jsonl")
-    if length is not None:
+    task["rows"] = [{"prompt": row["question"], "answer": row["answer"].split("#### ")[1]} for row in rows]
+    task["model"] = str(TINY / "model")
+    if size == "20m":
+        task["model"] = str(folder / size)
+        common.make_model(folder / size, SHAPE_20M)
         parts = [" ".join(row["question"] for row in rows[i : i + 12]) for i in range(0, len(rows) // 8, 12)]
-        cut = [tokenizer.decode(tokenizer(part)["input_ids"][:length]) for part in parts]
-        return [{"prompt": prompt, "answer": "1"} for prompt in cut]
-    if tokenizer.chat_template is None:
-        return [{"prompt": row["question"], "answer": row["answer"].split("#### ")[1]} for row in rows]
-    options = {"tokenize": False, "add_generation_prompt": True}
-    chats = [[{"role": "user", "content": row["question"]}] for row in rows]
-    texts = tokenizer.apply_chat_template(chats, **options)
-    return [{"prompt": text, "answer": row["answer"].split("#### ")[1]} for text, row in zip(texts, rows)]
+        cut = [tokenizer.decode(tokenizer(part)["input_ids"][: task["prompt_length"]]) for part in parts]
+        task["rows"] = [{"prompt": prompt, "answer": "1"} for prompt in cut]
+    if forced:
+        task["model"] = never_ending(task["model"], folder / "forced")
+    common.write_lines(folder / "rows.jsonl", task["rows"])
+    return task
 
 
-def launch(python, processes, *command):
-    """Runs it to the end: bytes of the largest process. A process is a core."""
-    _, peak = common.run(launcher(processes, *command, python=python), HF_HUB_OFFLINE="1")
-    return peak
+def never_ending(model, folder):
+    """A copy whose EOS is the padding, which it never samples."""
+    from transformers import AutoModelForCausalLM
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = tokenizer.pad_token
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
-def run_lines(*command):
-    """What a Python program prints as JSON."""
-    said, _ = common.run([sys.executable, *command])
-    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+def run_ours(script, flags, task, folder, source=ROOT, processes=2):
+    """[{seconds, rollout, tokens, communication, time/PHASE..} per iteration], peak bytes. The script is in `source`.
 
-
-def count_prompt_tokens(task, step):
-    """Of an iteration, all responses together."""
-    import transformers
-
-    from ppo_llm import draw_prompts
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(task["model"])
-    drawn = draw_prompts([row["prompt"] for row in task["rows"]], (step - 1) * task["prompts"], task["prompts"], 1)
-    return task["group_size"] * sum(map(len, tokenizer(drawn)["input_ids"]))
-
-
-def our_flags(script, flags, task, folder, name):
-    """Those of a run `name` in the folder, as a list."""
-    if not (folder / "rows.jsonl").exists():
-        common.write_lines(folder / "rows.jsonl", task["rows"])
-        common.write_lines(folder / "one.jsonl", task["rows"][:1])
-    minibatch_size = task["prompts"] * task["group_size"] // task["steps"]
-    words = f"--model {task['model']} --dataset {folder}/rows.jsonl --eval-dataset {folder}/one.jsonl"
-    words += f" --prompt-column prompt --answer-column answer --reward {ROOT}/benchmarks/rewards.py:exact"
-    words += f" --chat-template none --batch-size {task['prompts']} --minibatch-size {minibatch_size}"
-    words += f" --max-response-length {task['length']} --max-prompt-length 512 --lr {LR}"
-    if script.startswith("grpo"):
-        words += f" --group-size {task['group_size']}"
-    if not Path("/dev/nvidia0").exists():  # on CPUs small passes are as fast as large ones, and have less padding
-        words += " --microbatch-tokens 1024"
-    words += f" --total-iterations {task['iterations']} --eval-every 0 --save-every 0 --track none --run-name {name}"
-    return f"{words} --output-dir {folder} {flags}".split()
-
-
-def run_ours(script, flags, task, folder, source=ROOT):
-    """[{seconds, rollout, tokens, responses, optimizer_steps, time/PHASE..} per iteration], peak bytes.
-
-    The script is in `source`. The seconds are from one line of the log to the next: what follows it counts, too.
+    The seconds are from one line of the log to the next: what follows it counts, too.
     """
-    name = f"{script}-{time.time_ns()}"
-    file = folder / f"{name}.py"
-    benchmarks = str(ROOT / "benchmarks")
-    file.write_text(RUN.format(folder=str(source), benchmarks=benchmarks, script=script, forced=task["forced"]))
-    peak = launch(sys.executable, task["processes"], file, *our_flags(script, flags, task, folder, name))
-    lines = read_lines(folder / name / "metrics.jsonl")
-    work = {"responses": task["prompts"] * task["group_size"], "optimizer_steps": task["steps"]}
+    group_size = task["group_size"] if script.startswith("grpo") else 1
+    prompts = task["prompts"] * task["group_size"] // group_size
+    words = f"--model {task['model']} --dataset {folder}/rows.jsonl --eval-dataset {folder}/rows.jsonl"
+    words += f" --prompt-column prompt --answer-column answer --reward {ROOT}/benchmarks/rewards.py:exact"
+    words += f" --chat-template none --batch-size {prompts} --max-prompt-length 512 --lr {LR}"
+    words += f" --minibatch-size {prompts * group_size // task['steps']} --max-response-length {task['length']}"
+    words += f" --microbatch-tokens 1024 --total-iterations {task['iterations']}"
+    if group_size > 1:
+        words += f" --group-size {group_size}"
+    lines, found = phases.measure(phases.Exchange, source / f"{script}.py", [*words.split(), *flags], processes)
+    return iterations(lines, found), max(process["peak"] for process in found)
+
+
+def iterations(lines, found):
+    """What a run's log and its processes say of each iteration; the first line is from before training."""
     result = []
-    for before, now in itertools.pairwise(lines[:-1]):  # the last one evaluates
-        seconds = now["time/clock"] - before["time/clock"]
-        tokens = count_prompt_tokens(task, now["step"]) + round(now["response/length_mean"] * work["responses"])
-        times = {key: now[key] for key in now if key.startswith("time/") and key[5:] in phases.PHASES}
-        result.append({"seconds": seconds, "rollout": now["time/rollout"], "tokens": tokens} | work | times)
-    return result, lines[-1]["memory/peak_gib"] * 2**30 or peak
+    for i in range(1, len(lines)):
+        row = {"seconds": lines[i]["time/clock"] - lines[i - 1]["time/clock"], "rollout": lines[i]["time/rollout"]}
+        row["tokens"] = sum(process["tokens"][i] for process in found)
+        waited = statistics.mean(process["collectives"][i] for process in found)
+        row["communication"] = waited / lines[i]["time/iteration"]
+        result.append(row | {key: value for key, value in lines[i].items() if key.startswith("time/")})
+    return result
 
 
-def run_peer(python, trainer, task, folder):
+def run_peer(python, trainer, folder, processes=2, **task):
+    """What peers.py says of each iteration in that environment, peak bytes."""
     place = folder / f"task-{time.time_ns()}.json"
-    task = task | {"trainer": trainer, "beta": BETA, "folder": str(folder / "trl"), "result": f"{place}.out"}
-    place.write_text(json.dumps(task | {"model": str(task["model"])}))
-    command = python, task["processes"], ROOT / "benchmarks" / "peers.py", place
+    task |= {"trainer": trainer, "beta": BETA, "processes": processes}
+    place.write_text(json.dumps(task | {"folder": str(folder / "trl"), "result": f"{place}.out"}))
+    command = common.launcher(processes, ROOT / "benchmarks" / "peers.py", place, python=python)
     try:
-        launch(*command)
+        common.run(command, HF_HUB_OFFLINE="1")
     except SystemExit as error:  # now and then a process of TRL's aborts when it has trained and ends
         print(f"{trainer}, once more: {error}", file=sys.stderr)
-        launch(*command)
-    lines = read_lines(task["result"])
-    return lines[:-1], lines[-1]["peak_bytes"]
+        common.run(command, HF_HUB_OFFLINE="1")
+    *lines, last = read_lines(f"{place}.out")
+    return lines, last["peak_bytes"]
 
 
 def contenders(task, trl, trl_ppo, folder):
     """{name: function that runs it}; each algorithm with the KL setting of its peer."""
-    loss = f"--kl-loss-coef {BETA} --kl-reward-coef 0"
-    reward = f"--kl-reward-coef {BETA} --kl-loss-coef 0"
-    single = task | {"prompts": task["prompts"] * task["group_size"], "group_size": 1}
     shared, bypass = folder / "shared_prompt", folder / "bypass"
     for place, script in (shared, "grpo_llm"), (bypass, "grpo_llm"), (bypass, "ppo_llm"):
         place.mkdir(exist_ok=True)
         variants.apply(place.name, place / f"{script}.py", ROOT / f"{script}.py")
     result = {
-        "GRPO ours": lambda: run_ours("grpo_llm", f"--estimator grpo {loss}", task, folder),
-        "GRPO ours, shared_prompt": lambda: run_ours("grpo_llm", f"--estimator grpo {loss}", task, folder, shared),
-        "GRPO ours, bypass": lambda: run_ours("grpo_llm", f"--estimator grpo {loss}", task, folder, bypass),
-        "GRPO TRL": trl and (lambda: run_peer(trl, "GRPO", task, folder)),
-        "RLOO ours": lambda: run_ours("grpo_llm", f"--estimator rloo {reward}", task, folder),
-        "RLOO ours, shared_prompt": lambda: run_ours("grpo_llm", f"--estimator rloo {reward}", task, folder, shared),
-        "RLOO TRL": trl and (lambda: run_peer(trl, "RLOO", task, folder)),
-        "PPO ours": lambda: run_ours("ppo_llm", reward, single, folder),
-        "PPO ours, bypass": lambda: run_ours("ppo_llm", reward, single, folder, bypass),
-        "PPO TRL": trl_ppo and (lambda: run_peer(trl_ppo, "PPO", single, folder)),
+        "GRPO ours": lambda: run_ours("grpo_llm", GROUPED, task, folder),
+        "GRPO ours, shared_prompt": lambda: run_ours("grpo_llm", GROUPED, task, folder, shared),
+        "GRPO ours, bypass": lambda: run_ours("grpo_llm", GROUPED, task, folder, bypass),
+        "GRPO TRL": trl and (lambda: run_peer(trl, "GRPO", folder, **task)),
+        "PPO ours": lambda: run_ours("ppo_llm", SINGLE, task, folder),
+        "PPO ours, bypass": lambda: run_ours("ppo_llm", SINGLE, task, folder, bypass),
+        "PPO TRL": trl_ppo and (lambda: run_peer(trl_ppo, "PPO", folder, **task)),
     }
     return {name: run for name, run in result.items() if run}
 
 
-def machine():
-    names = re.findall("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB"
+def take_turns(what, runs, args, **about):
+    """Every round runs every contender once. Each one's medians are kept: all rows."""
+    rows = []
+    for _ in range(args.rounds):
+        round_number = time.time_ns()
+        for name, run in runs.items():
+            lines, peak = run()
+            values = {key: statistics.median(line[key] for line in lines[WARM_UP:]) for key in lines[0]}
+            rows.append(record(what, round=round_number, name=name, peak_bytes=peak, **about, **values))
+    return rows
 
 
 def record(what, **values):
+    names = re.findall("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    machine = f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB"
+    row = {"what": what, "machine": machine} | values
     RESULTS.mkdir(parents=True, exist_ok=True)
-    about = {"what": what, "machine": machine()}
     with open(RESULTS / "measured.jsonl", "a") as file:
-        file.write(json.dumps(about | values) + "\n")
+        file.write(json.dumps(row) + "\n")
     print(json.dumps(values), flush=True)
+    return row
 
 
-def iteration(args):
-    """Every round runs every contender once."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        base = {"model": make_model(folder, args.size), "rows": make_rows(args.size), "iterations": args.iterations}
-        base |= SIZES[args.size] | {"processes": args.processes, "forced": args.forced}
-        args.steps = base["steps"] = args.steps or base["steps"]
-        runs = contenders(base, args.trl, args.trl_ppo, folder)
-        runs = {name: run for name, run in runs.items() if not args.only or name.split()[0] in args.only.split(",")}
-        setting = {key: getattr(args, key) for key in SETTING}
-        rows = measured_before(setting)
-        number = max([row["round"] for row in rows], default=-1) + 1
-        while number < 2 * args.rounds and len(counting_rounds(rows, runs)) < args.rounds:
-            for name, run in runs.items():
-                lines, peak = run()
-                lines = lines[args.warm_up :]
-                values = {key: statistics.median(line[key] for line in lines) for key in lines[0]}
-                rows.append({"machine": machine(), "round": number, "name": name} | values)
-                record("iteration", round=number, name=name, peak_bytes=peak, **setting, **values)
-            number += 1
+# --- The commands ----------------------------------------------------------------------------------------------------
 
 
-def measured_before(setting):
-    """Rows of this setting, from this kind of machine."""
-    path = RESULTS / "measured.jsonl"
-    rows = [row for row in read_lines(path) if row["what"] == "iteration"] if path.exists() else []
-    return [row for row in rows if row["machine"] == machine() and all(row[key] == setting[key] for key in setting)]
+def iteration(args, folder):
+    args.steps = args.steps or SIZES[args.size]["steps"]
+    task = make_task(folder, args.size, args.forced, steps=args.steps, iterations=args.iterations)
+    runs = contenders(task, args.trl, args.trl_ppo, folder)
+    runs = {name: run for name, run in runs.items() if not args.only or name.split()[0] in args.only.split(",")}
+    take_turns("iteration", runs, args, size=args.size, forced=args.forced, steps=args.steps)
 
 
-def counting_rounds(rows, names):
-    """Numbers of the rounds that have all of the names and were not disturbed."""
-    found = {}
-    for row in rows:
-        found.setdefault(row["round"], set()).add(row["name"])
-    disturbed = {number for _, number in disturbed_rounds(rows)}
-    return [number for number, have in found.items() if have >= set(names) and number not in disturbed]
+def scaling(args, folder):
+    task = make_task(folder, "tiny", iterations=args.iterations)
+    for script, flags in ("grpo_llm", GROUPED), ("ppo_llm", SINGLE):
+        runs = {n: lambda n=n: run_ours(script, flags, task, folder, processes=n) for n in (1, 2)}
+        take_turns("processes", runs, args, script=script)
 
 
-def disturbed_rounds(rows):
-    """{(machine, round)} in which a peer's time was a fifth off that of its median round on that machine."""
-    times = {}
-    for row in rows:
-        if row["name"].endswith("TRL"):
-            times.setdefault((row["machine"], row["name"]), {})[row["round"]] = row["seconds"]
-    disturbed = set()
-    for (where, _), seconds in times.items():
-        usual = statistics.median(seconds.values())
-        disturbed |= {(where, number) for number, x in seconds.items() if abs(x / usual - 1) > 0.2}
-    return disturbed
+def ablation(args, folder):
+    task, source = make_task(folder, "tiny", iterations=args.iterations), (ROOT / "grpo_llm.py").read_text()
+    runs = {}
+    for name, changes in UNDONE.items():
+        text = source
+        for old, new in changes.items():
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        place = folder / name.replace(" ", "_")
+        place.mkdir()
+        (place / "grpo_llm.py").write_text(text)
+        runs[name] = lambda place=place: run_ours("grpo_llm", GROUPED, task, folder, place)
+    take_turns("ablation", runs, args)
 
 
-# A process of its own for each case of `rollout`, so that no peer leaves its memory or settings to another.
-ROLLOUT = """
-import json, sys, time
-sys.path.insert(0, {root!r})
-import torch, transformers
-import grpo_llm, ppo_llm
+def sharding(args, folder):
+    """With the embedded model and with 50 million random weights. Writes results/sharding/table.md."""
+    common.make_model(folder / "wide", SHAPE_50M)
+    wide = f"--model {folder}/wide --batch-size 16 --minibatch-size 16 --max-response-length 16 --lr 1e-6"
+    wide += f" --critic-lr 1e-6 --microbatch-tokens 1024 --dataset {TINY}/train.jsonl --prompt-suffix="
+    text = "Seconds of the phases, and the share of an iteration that a process spends in collectives: two processes."
+    for title, flags in ("Embedded task", ""), ("50 million parameters", wide):
 
-transformers.utils.logging.set_verbosity_error()
-torch.set_num_threads(1)
-task = json.loads(sys.argv[1])
-device = "cuda" if torch.cuda.is_available() else "cpu"
-tokenizer = transformers.AutoTokenizer.from_pretrained(task["model"])
-dtype = torch.bfloat16 if device == "cuda" else torch.float32
-model = transformers.AutoModelForCausalLM.from_pretrained(task["model"], dtype=dtype).to(device)
-ids = tokenizer(task["prompts"])["input_ids"]
-inputs = tokenizer(task["prompts"], padding=True, padding_side="left", return_tensors="pt").to(device)
-eos, group, length = [tokenizer.eos_token_id], task["group_size"], task["length"]
-options = {{"max_new_tokens": length, "do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}}
+        def run(way, flags=flags):
+            script, own = WAYS[way]
+            words = [*flags.split(), "--total-iterations", args.iterations, *own]
+            lines, found = phases.measure(phases.Exchange, ROOT / f"{script}.py", words, 2)
+            return iterations(lines, found), max(process["peak"] for process in found)
 
-def ours(number):
-    algo, prompts = grpo_llm if group > 1 else ppo_llm, [row for row in ids for _ in range(group)]
-    noise = torch.rand(len(prompts), length, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-    return sum(len(x.ids) for x in algo.generate(model, prompts, noise.to(device), eos, 1.0))
-
-def generate(number):
-    torch.manual_seed(number)
-    output = model.generate(**inputs, **options, num_return_sequences=group, eos_token_id=eos)
-    return int(ppo_llm.make_response_mask(output[:, inputs["input_ids"].shape[1]:], eos).sum())
-
-def generate_batch(number):
-    torch.manual_seed(number)
-    config = transformers.GenerationConfig(**options, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id)
-    outputs = model.generate_batch([row for row in ids for _ in range(group)], generation_config=config)
-    return sum(len(output.generated_tokens) for output in outputs.values())
-
-contenders = {{"ours": ours, "generate": generate, "generate_batch": generate_batch}}
-contenders = {{name: run for name, run in contenders.items() if not task["only"] or name in task["only"].split(",")}}
-for number in range(task["rounds"] + 1):  # the first is a warm-up
-    for name, run in list(contenders.items()):
-        begin = time.perf_counter()
-        try:
-            with torch.no_grad():
-                tokens = run(number)
-        except Exception as error:
-            contenders.pop(name)
-            print(json.dumps({{"name": name, "failed": f"{{type(error).__name__}}: {{error}}"[:200]}}), flush=True)
-            continue
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if number > 0:
-            seconds = time.perf_counter() - begin
-            print(json.dumps({{"name": name, "round": number, "seconds": seconds, "tokens": tokens}}), flush=True)
-"""
+        runs = {way: lambda way=way: run(way) for way in WAYS}
+        of = common.grouped(take_turns("sharding", runs, args, model=title), "name")
+        columns = "rollout", "logprobs", "values", "actor", "critic", "iteration"
+        lines = []
+        for way, rows in of.items():
+            cells = []
+            for column in columns:
+                seconds = middle(rows, f"time/{column}")
+                ratio = seconds / middle(of["replicated"], f"time/{column}")
+                cells.append(f"{seconds:.2f} s" + f" ({ratio:.2f}x)" * (way != "replicated"))
+            lines.append([way, *cells, f"{middle(rows, 'communication'):.0%}"])
+        text += f"\n\n{title}:\n\n{common.markdown(['', *columns, 'communication'], lines)}"
+    (common.RESULTS / "sharding" / "table.md").write_text(f"{text}\n")
+    print(text)
 
 
-def rollout(args):
-    """Groups of 8 and single responses, as many in all, on one thread."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, size = Path(temporary), SIZES[args.size]
-        (folder / "rollout.py").write_text(ROLLOUT.format(root=str(ROOT)))
-        model, prompts = make_model(folder, args.size), [row["prompt"] for row in make_rows(args.size)]
-        for group_size in (size["group_size"], 1):
-            count = size["prompts"] * size["group_size"] // group_size
-            task = {"model": str(model), "prompts": prompts[:count], "group_size": group_size}
-            task |= {"length": size["length"], "rounds": args.rounds, "only": args.only}
-            for line in run_lines(folder / "rollout.py", json.dumps(task)):
-                record("rollout", size=args.size, group_size=group_size, **line)
-
-
-MEMORY = """
-import json, sys
-sys.path.insert(0, {root!r})
-import torch, transformers
-import ppo_llm as algo
-
-kind, torch_seed = sys.argv[1], torch.manual_seed(0)
-shape = {{"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2}}
-shape |= {{"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}}
-model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**shape))
-policy = algo.Policy(model, temperature=1.0).train()
-for parameter in policy.parameters():
-    parameter.grad = torch.zeros_like(parameter)
-tokens = torch.randint(0, 151_936, (8, 32 + 512), generator=torch.Generator().manual_seed(1))
-mask = (torch.arange(544) >= 31) & (torch.arange(544) < 543) & torch.ones_like(tokens).bool()  # 512 actions in each row
-weights = torch.randn(4096, generator=torch.Generator().manual_seed(2)) / 4096
-
-def resident(what):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(what))
-
-before = resident("VmRSS")
-open("/proc/self/clear_refs", "w").write("5")  # resets the peak
-if kind == "ours":
-    logprobs = policy(tokens, mask)[0][mask]
-else:
-    hidden = model.base_model(tokens, use_cache=False).last_hidden_state[mask]
-    logits = model.get_output_embeddings()(hidden).float()  # (4096,V)
-    logprobs = logits.log_softmax(-1).gather(-1, tokens.roll(-1, 1)[mask][:, None]).squeeze(1)
-(logprobs * weights).sum().backward()
-print(json.dumps({{"peak": resident("VmHWM") - before}}))
-torch.save({{name: p.grad for name, p in policy.named_parameters()}}, sys.argv[2])
-"""
-
-
-def memory(args):
-    """Of forward and backward, above weights and gradients."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, peaks = Path(temporary), {}
-        (folder / "memory.py").write_text(MEMORY.format(root=str(ROOT)))
-        for kind in ("ours", "full"):
-            peaks[kind] = run_lines(folder / "memory.py", kind, folder / kind)[-1]["peak"]
-        ours, full = (torch.load(folder / kind, weights_only=True) for kind in ("ours", "full"))
-        difference = max((ours[name] - full[name]).abs().max().item() for name in ours)
-        largest = max(grad.abs().max().item() for grad in full.values())
-        record("memory", **peaks, difference=difference, largest=largest)
-
-
-def scaling(args):
-    """Two processes against one on the same work, with the share of communication; 1 to 8 times the batch."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        base = {"model": make_model(folder, "tiny"), "rows": make_rows("tiny"), "iterations": args.iterations}
-        base |= SIZES["tiny"] | {"forced": False}
-        grpo = f"--estimator grpo --kl-loss-coef {BETA} --kl-reward-coef 0"
-        single = {"prompts": base["prompts"] * base["group_size"], "group_size": 1}
-
-        def take(script, flags, task, **about):
-            lines, peak = run_ours(script, flags, task, folder)
-            values = {key: statistics.median(line[key] for line in lines[args.warm_up :]) for key in lines[0]}
-            about |= {"name": script, "processes": task["processes"], "round": number}
-            return about | {"peak_bytes": peak} | values
-
-        for number in range(args.rounds):
-            for script, flags, work in (("grpo_llm", grpo, {}), ("ppo_llm", f"--kl-reward-coef {BETA}", single)):
-                for processes in (1, 2):
-                    record("processes", **take(script, flags, base | work | {"processes": processes}))
-                output, shares = f"{folder}/shares-{script}-{number}", []
-                worker = [ROOT / "benchmarks" / "campaigns" / "sharding.py", "--worker", script, output, "--"]
-                words = our_flags(script, flags, base | work, folder, f"{script}-communication-{number}")
-                launch(sys.executable, 2, *worker, *words)
-                for rank in range(2):
-                    found = json.loads(Path(f"{output}-{rank}.json").read_text())
-                    lines = list(zip(found["communication"], found["rows"]))[args.warm_up + 1 : -1]
-                    shares += [seconds / row["time/iteration"] for seconds, row in lines]
-                record("communication", name=script, round=number, share=statistics.mean(shares))
-            for times in (1, 2, 4, 8):  # at fixed budgets of tokens and of responses that are sampled at a time
-                task = base | {"processes": 2, "prompts": 8 * times, "steps": times}
-                record("batch", **take("grpo_llm", f"{grpo} --rollout-batch-size 32", task, times=times))
-
-
-def start(args):
-    """Seconds from the launch to the end of the start-up block, after which the evaluation begins."""
-    for script in ("ppo_llm", "grpo_llm", "ppo_llm_fsdp"):
-        for number in range(args.rounds):
-            with tempfile.TemporaryDirectory() as folder:
-                words = launcher(2, ROOT / f"{script}.py", "--output-dir", folder)
-                begin = time.perf_counter()
-                env = os.environ | {"PYTHONUNBUFFERED": "1"}
-                run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
-                for line in run.stdout:
-                    if line.startswith("  run folder"):
-                        record("start", name=script, round=number, seconds=time.perf_counter() - begin)
-                        break
-                run.terminate()
-                run.stdout.read()
-                run.wait()
-
-
-def ablation(args):
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, source = Path(temporary), (ROOT / "grpo_llm.py").read_text()
-        base = {"model": make_model(folder, "tiny"), "rows": make_rows("tiny"), "iterations": args.iterations}
-        base |= SIZES["tiny"] | {"forced": False, "processes": args.processes}
-        for number in range(args.rounds):
-            for name, changes in UNDONE.items():
-                text = source
-                for old, new in changes.items():
-                    assert text.count(old) == 1, old
-                    text = text.replace(old, new)
-                (folder / "grpo_llm.py").write_text(text)
-                flags = f"--estimator grpo --kl-loss-coef {BETA} --kl-reward-coef 0"
-                lines, peak = run_ours("grpo_llm", flags, base, folder, folder)
-                values = {key: statistics.median(line[key] for line in lines[args.warm_up :]) for key in lines[0]}
-                record("ablation", name=name, round=number, peak_bytes=peak, **values)
-
-
-# In the order of the figures; what PROFILE tells apart by the names of torch's operators, and what is left.
-OPERATORS = "matrix products", "attention", "sampling, log-softmax", "copies", "AdamW", "the rest", "between operators"
-
-# Runs a script on one process and writes the seconds of each kind of operator in each phase of iterations 3 to 5.
-PROFILE = """
-import bisect, collections, json, sys
-sys.path[:0] = [{root!r}, {benchmarks!r}]
-import torch
-import phases
-import {script} as algo
-
-KINDS = {{
-    "matrix products": ("mm", "bmm", "linear"),
-    "attention": ("attention",),
-    "sampling, log-softmax": ("softmax", "cumsum", "searchsorted"),
-    "copies": ("copy_", "cat", "index", "gather", "scatter", "repeat_interleave", "sort", "clone"),
-    "AdamW": ("adam",),
-}}
-profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-count = 0
-
-class Marks(phases.Clock):
-    def ended(self, phase, seconds):
-        with torch.profiler.record_function(f"phase:{{phase}}"):
-            pass
-
-def log_and_count(*args):  # called once before training and once an iteration
-    global count
-    count += 1
-    log(*args)
-    if count == 3:
-        profiler.start()
-        with torch.profiler.record_function("phase:start"):
-            pass
-    if count == 6:
-        profiler.stop()
-
-Marks(algo)
-log = algo.log
-algo.log = log_and_count
-torch.set_num_threads(1)
-algo.main(algo.parse_args())
-events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-marks = [event for event in events if event.name.startswith("phase:")]
-ends = [event.time_range.start for event in marks]
-seconds = collections.defaultdict(collections.Counter)
-for begin, end, mark in zip(ends, ends[1:], marks[1:]):
-    seconds[mark.name[6:]]["between operators"] += (end - begin) / 1e6 / 3
-for event in events:
-    place = bisect.bisect_left(ends, event.time_range.start)
-    if not 0 < place < len(ends) or event.name.startswith(("phase:", "ProfilerStep")):
-        continue
-    kind = next((kind for kind, names in KINDS.items() if any(name in event.name for name in names)), "the rest")
-    spent = event.self_cpu_time_total / 1e6 / 3
-    seconds[marks[place].name[6:]][kind] += spent
-    seconds[marks[place].name[6:]]["between operators"] -= spent
-print(json.dumps(seconds))
-"""
-
-
-def profile(args):
+def profile(args, folder):
     """One process, the embedded task."""
-    for script, flags in (("grpo_llm", f"--kl-loss-coef {BETA}"), ("ppo_llm", f"--kl-reward-coef {BETA}")):
-        with tempfile.TemporaryDirectory() as folder:
-            text = PROFILE.format(root=str(ROOT), benchmarks=str(ROOT / "benchmarks"), script=script)
-            Path(folder, "run.py").write_text(text)
-            words = f"{flags} --total-iterations 7 --eval-every 0 --save-every 0 --track none --output-dir {folder}"
-            record("profile", name=script, phases=run_lines(f"{folder}/run.py", *words.split())[-1])
+    for script, flags in ("grpo_llm", f"--kl-loss-coef {BETA}"), ("ppo_llm", f"--kl-reward-coef {BETA}"):
+        words = [*flags.split(), "--total-iterations", "5"]
+        _, (found,) = phases.measure(phases.Profile, ROOT / f"{script}.py", words)
+        record("profile", name=script, phases={phase: found[phase] for phase in phases.PHASES if phase in found})
 
 
-def floors(args):
-    """Products of the shapes of the embedded and the 20m model, and a copy, on one thread."""
+def floors(args, folder):
+    """Products of the shapes of the embedded model and of larger ones, and a copy, on one thread."""
     torch.set_num_threads(1)
 
     def rate(work, run):
-        run()
-        times = []
-        for _ in range(20):
-            begin = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - begin)
-        return work / min(times)  # a floor: what a core does when nothing disturbs it
+        """By the fastest of 20 times: what a core does when nothing disturbs it."""
+        return work / min(timeit.repeat(run, number=1, repeat=21)[1:])
 
     for n, k, m in ((2048, 128, 352), (2048, 320, 960), (2048, 896, 4864)):
         a, b = torch.randn(n, k), torch.randn(k, m)
@@ -560,169 +292,118 @@ def floors(args):
     record("floors", name="copy", per_second=rate(8 * x.numel(), lambda: y.copy_(x)))
 
 
-def ratios(rows, mine, peer, key="seconds"):
-    """mine/peer in every round that has both, on one machine."""
-    by_round = {}
-    for row in rows:
-        by_round.setdefault((row["machine"], row["round"]), {})[row["name"]] = row[key]
-    return [found[mine] / found[peer] for found in by_round.values() if mine in found and peer in found]
+def book(args, folder):
+    """Writes results/speed/rlhf_book.md."""
+    rows = make_task(folder, "tiny")["rows"]
+    seeds = range(1, args.rounds + 1)
+    table = []
+    for algorithm, (count, prompts, group_size) in BOOK.items():
+        found = {"ours": [], "theirs": []}
+        for seed in seeds:
+            flags = f"--total-iterations {count} --seed {seed} --kl-loss-coef 0 --kl-reward-coef 0"
+            lines, _ = phases.measure(phases.Clock, ROOT / f"{algorithm}_llm.py", flags.split())
+            ours = [{"seconds": line["time/iteration"], "score": line["reward/mean"]} for line in lines[1:]]
+            task = {"code": str(args.code.resolve()), "model": str(TINY / "model"), "rows": rows[: prompts * count]}
+            task |= {"prompts": prompts, "group_size": group_size, "algorithm": algorithm, "seed": seed}
+            theirs, _ = run_peer(args.python, "book", folder, 1, **task)
+            for name, lines in ("ours", ours), ("theirs", theirs):
+                seconds = statistics.median(line["seconds"] for line in lines[1:-1])
+                found[name].append((seconds, statistics.mean(line["score"] for line in lines[-3:])))
+            print(algorithm, seed, found, flush=True)
+        for name, values in found.items():
+            seconds, scores = zip(*values)
+            ratios = [own[0] / other[0] for own, other in zip(found["ours"], values)]
+            cells = common.spread(seconds, 2, statistics.median), common.spread(scores), common.spread(ratios)
+            table.append([f"{algorithm.upper()}, {name}", count, *cells])
+    head = ["", "iterations", "iteration, s", "score in the last three", "ours takes, of its time"]
+    text = f"`python benchmarks/speed.py book`, in turns, seeds {', '.join(map(str, seeds))}. Without a KL.\n"
+    text += "Theirs samples one prompt at a time, and always recomputes activations (commit a66b0bf).\n\n"
+    (RESULTS / "rlhf_book.md").write_text(f"{text}{common.markdown(head, table)}\n")
+    print(text)
 
 
-def spread(found):
-    """Median of ratios and, of several, the smallest and the largest: the machine is noisy."""
-    ends = f" ({min(found):.2f}-{max(found):.2f})" if len(found) > 1 else ""
-    return f"{statistics.median(found):.2f}x{ends}" if found else ""
+# --- The tables ------------------------------------------------------------------------------------------------------
+
+
+def ratios(rows, mine, peer):
+    """The median and the ends of mine/peer in the rounds that have both, each on one machine."""
+    found = []
+    for row in common.grouped(rows, "machine", "round").values():
+        seconds = {one["name"]: one["seconds"] for one in row}
+        if mine in seconds and peer in seconds:
+            found.append(seconds[mine] / seconds[peer])
+    return common.spread(found, 2, statistics.median) if found else ""
 
 
 def middle(rows, key):
-    return statistics.median(row[key] for row in rows)
+    return statistics.median(row[key] for row in rows if key in row)
 
 
 def section(title, head, lines):
     return [f"## {title}", "", common.markdown(head, lines), ""]
 
 
-def bars(path, title, lines):
-    """Horizontal stacked bars: lines of (name, {part: seconds})."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        sys.exit("speed.py table needs matplotlib: pip install -e '.[plots]'")
-    plt.switch_backend("Agg")
-    figure, axes = plt.subplots(figsize=(8, 0.45 * len(lines) + 1.4))
-    left = dict.fromkeys([name for name, _ in lines], 0.0)
-    for part in dict.fromkeys(part for _, parts in lines for part in parts):
-        widths = [parts.get(part, 0.0) for _, parts in lines]
-        axes.barh(list(left), widths, left=list(left.values()), label=part)
-        left = {name: begin + width for (name, begin), width in zip(left.items(), widths)}
-    axes.set(xlabel="seconds per iteration", title=title)
-    axes.invert_yaxis()
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    plt.close(figure)
-
-
-def table(args):
-    rows = read_lines(RESULTS / "measured.jsonl")
-    of = {what: [row for row in rows if row["what"] == what] for what in dict.fromkeys(row["what"] for row in rows)}
+def table(args, folder):
+    of = common.grouped(read_lines(RESULTS / "measured.jsonl"), "what")
     text = ["# Speed", "", "Medians, made by benchmarks/speed.py, with OMP_NUM_THREADS=1.", ""]
-    for machine in dict.fromkeys(row["machine"] for row in rows):
-        text += [f"- {machine}: {', '.join(what for what in of if any(r['machine'] == machine for r in of[what]))}"]
-    text += [""]
-    settings = dict.fromkeys(tuple(r[key] for key in SETTING) for r in of.get("iteration", []))
-    for setting in settings:
-        size, processes, forced, steps = setting
-        measured = [r for r in of["iteration"] if tuple(r[key] for key in SETTING) == setting]
-        disturbed = disturbed_rounds(measured)
-        mine = [r for r in measured if (r["machine"], r["round"]) not in disturbed]
-        title = f"{size}, {processes} process{'es' * (processes > 1)}, {'lengths forced equal' if forced else 'EOS on'}"
-        title += f", {steps} step{'s' * (steps > 1)} a batch"
-        work = (
-            f"{SIZES[size]['prompts'] * SIZES[size]['group_size']} responses per iteration. Rounds that were disturbed"
-        )
-        work += f" and did not count: {len(disturbed)}."
-        lines, stacks = [], []
-        for name in dict.fromkeys(r["name"] for r in mine):
-            own = [r for r in mine if r["name"] == name]
-            seconds, sampling = middle(own, "seconds"), middle(own, "rollout")
-            ratio = "" if name.endswith("TRL") else spread(ratios(mine, name, f"{name.split()[0]} TRL"))
-            speed, peak = statistics.median(r["tokens"] / r["seconds"] for r in own), middle(own, "peak_bytes") / 2**20
-            line = [name, len(own), f"{seconds:.2f}", f"{sampling:.2f}", f"{speed:,.0f}", f"{peak:,.0f}"]
-            lines.append([*line, ratio])
-            stacks.append((name, {"rollout": sampling, "the rest": seconds - sampling}))
-        head = ["", "rounds", "iteration, s", "of it rollout", "tokens/s", "peak memory, MiB", "against TRL"]
-        text += [f"## Iterations: {title}", "", work, "", common.markdown(head, lines), ""]
-        bars(RESULTS / f"{size}-{processes}-{'forced' if forced else 'eos'}-{steps}.png", title, stacks)
-    for size, group_size in dict.fromkeys((r["size"], r["group_size"]) for r in of.get("rollout", [])):
-        mine = [r for r in of["rollout"] if (r["size"], r["group_size"]) == (size, group_size)]
-        failed = {r["name"]: r["failed"] for r in mine if "failed" in r}
-        mine = [r for r in mine if "failed" not in r]
+    for machine in dict.fromkeys(row["machine"] for rows in of.values() for row in rows):
+        text.append(f"- {machine}: {', '.join(what for what in of if machine in {r['machine'] for r in of[what]})}")
+    text.append("")
+    for (size, forced, steps), rows in common.grouped(of.get("iteration", []), *SETTING).items():
         lines = []
-        for name in dict.fromkeys(r["name"] for r in mine):
-            own = [r for r in mine if r["name"] == name]
-            ratio = spread(ratios(mine, name, "generate"))
-            lines.append([name, len(own), f"{middle(own, 'seconds'):.2f}", f"{middle(own, 'tokens'):,.0f}", ratio])
-        lines += [[name, 0, "does not run", "", why] for name, why in failed.items()]
-        title = f"Rollout: {size}, {'groups of ' + str(group_size) if group_size > 1 else 'single responses'}"
-        text += section(title, ["", "rounds", "seconds", "response tokens", "against generate"], lines)
-    for row in of.get("memory", [])[-1:]:
-        ours, full = row["ours"] / 2**20, row["full"] / 2**20
-        text += ["## Memory of an update", ""]
-        text += ["Vocabulary 151,936, width 896, two layers, 8 rows of 512 response tokens,"]
-        text += [f"above weights and gradients: {ours:,.0f} MiB, {ours / full:.2f}x of the"]
-        text += [f"{full:,.0f} MiB with all logits in float32. Gradients differ by {row['difference']:.1e} at"]
-        text += [f"most, the largest is {row['largest']:.1e}.", ""]
-    if "processes" in of:
-        lines = []
-        for name in dict.fromkeys(r["name"] for r in of["processes"]):
-            one, two = ([r for r in of["processes"] if (r["name"], r["processes"]) == (name, n)] for n in (1, 2))
-            both = [{**r, "name": str(r["processes"])} for r in one + two]
-            share = statistics.median(r["share"] for r in of["communication"] if r["name"] == name)
-            numbers = [f"{middle(own, 'seconds'):.2f}" for own in (one, two)]
-            lines.append([name, len(two), *numbers, spread(ratios(both, "1", "2")), f"{share:.0%}"])
-        head = ["", "rounds", "one process, s", "two, s", "as fast", "of the time of two in collectives"]
+        for name, own in common.grouped(rows, "name").items():
+            ratio = "" if name.endswith("TRL") else ratios(rows, name, f"{name.split()[0]} TRL")
+            line = [name, len(own), f"{middle(own, 'seconds'):.2f}", f"{middle(own, 'rollout'):.2f}"]
+            line.append(f"{statistics.median(row['tokens'] / row['seconds'] for row in own):,.0f}")
+            lines.append([*line, f"{middle(own, 'peak_bytes') / 2**20:,.0f}", ratio])
+        title = f"Iterations: {size}, two processes, {'lengths forced equal' if forced else 'EOS on'}"
+        title += f", {SIZES[size]['prompts'] * SIZES[size]['group_size']} responses, {steps} step{'s' * (steps > 1)}"
+        head = ["", "rounds", "iteration, s", "of it rollout", "tokens/s", "peak memory, MiB", "of TRL's time"]
+        text += section(title, head, lines)
+    lines = []
+    for script, rows in common.grouped(of.get("processes", []), "script").items():
+        own = common.grouped(rows, "name")
+        seconds = [f"{middle(own[n], 'seconds'):.2f}" for n in (1, 2)]
+        lines.append([script, len(own[2]), *seconds, ratios(rows, 1, 2), f"{middle(own[2], 'communication'):.0%}"])
+    if lines:
+        head = ["", "rounds", "one process, s", "two, s", "times as fast", "of the time of two in collectives"]
         text += section("Two processes against one, the same global batch", head, lines)
-    if "batch" in of:
-        lines = []
-        for times in dict.fromkeys(r["times"] for r in of["batch"]):
-            own = [r for r in of["batch"] if r["times"] == times]
-            speed = statistics.median(1e6 * r["seconds"] / r["tokens"] for r in own)
-            lines.append([64 * times, f"{middle(own, 'seconds'):.2f}", f"{speed:.0f}"])
-            lines[-1].append(f"{middle(own, 'peak_bytes') / 2**20:,.0f}")
-        head = ["responses per iteration", "iteration, s", "microseconds per token", "peak memory, MiB"]
-        text += section("Batch size, two processes, grpo_llm.py with `--rollout-batch-size 32`", head, lines)
-    if "start" in of:
-        lines = []
-        for name in dict.fromkeys(r["name"] for r in of["start"]):
-            own = [r for r in of["start"] if r["name"] == name]
-            lines.append([name, len(own), f"{middle(own, 'seconds'):.1f}"])
-        text += section("From the launch to the first evaluation", ["", "launches", "seconds"], lines)
-    if "ablation" in of:
-        lines, stacks = [], []
-        for name in dict.fromkeys(r["name"] for r in of["ablation"]):
-            own = [r for r in of["ablation"] if r["name"] == name]
-            parts = {key[5:]: middle(own, key) for key in own[0] if key.startswith("time/")}
-            times = [f"{parts[key]:.2f}" for key in ("rollout", "logprobs", "actor")]
-            ratio = spread(ratios(of["ablation"], name, "as it is"))
-            lines.append([name, len(own), f"{middle(own, 'seconds'):.2f}", *times, ratio])
-            stacks.append((name, parts))
-        head = ["grpo_llm.py", "rounds", "iteration, s", "rollout", "log-probs", "update", "against as it is"]
+    lines = []
+    for name, own in common.grouped(of.get("ablation", []), "name").items():
+        times = [f"{middle(own, key):.2f}" for key in ("seconds", "time/rollout", "time/logprobs", "time/actor")]
+        lines.append([name, len(own), *times, ratios(of["ablation"], name, "as it is")])
+    if lines:
+        head = ["grpo_llm.py", "rounds", "iteration, s", "rollout", "log-probs", "update", "of its time as it is"]
         text += section("What each thing buys", head, lines)
-        bars(RESULTS / "ablation.png", "grpo_llm.py without each of the things that make it fast", stacks)
-    for script in dict.fromkeys(r["name"] for r in of.get("profile", [])):
-        found = next(r["phases"] for r in reversed(of["profile"]) if r["name"] == script)
-        found = {phase: kinds for phase, kinds in found.items() if sum(kinds.values()) > 0.01}
-        names = [kind for kind in OPERATORS if any(kind in kinds for kinds in found.values())]
+    for row in of.get("profile", []):
+        found = {phase: kinds for phase, kinds in row["phases"].items() if sum(kinds.values()) > 0.01}
+        names = [*phases.KINDS, "between operators"]
         lines = [[phase, *(f"{kinds.get(kind, 0):.2f}" for kind in names)] for phase, kinds in found.items()]
-        text += section(f"Where the time goes: {script}.py, one process, seconds", ["", *names], lines)
-        bars(
-            RESULTS / f"profile-{script}.png",
-            f"{script}.py, one process",
-            [(phase, {k: kinds.get(k, 0) for k in names}) for phase, kinds in found.items()],
-        )
+        text += section(f"Where the time goes: {row['name']}.py, one process, seconds", ["", *names], lines)
     if "floors" in of:
-        lines = [[r["name"], r["machine"].split(",")[0], f"{r['per_second'] / 1e9:.1f}"] for r in of["floors"]]
-        text += section("One core", ["", "of", "billion operations, or bytes, per second"], lines)
+        lines = [[row["name"], f"{row['per_second'] / 1e9:.1f}"] for row in of["floors"]]
+        text += section("One core", ["", "billion operations, or bytes, per second"], lines)
     (RESULTS / "README.md").write_text("\n".join(text))
     print("\n".join(text))
 
 
 if __name__ == "__main__":
+    commands = [iteration, scaling, sharding, ablation, profile, floors, book, table]
+    commands = {command.__name__: command for command in commands}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "what", choices=["iteration", "rollout", "memory", "scaling", "start", "ablation", "profile", "floors", "table"]
-    )
+    parser.add_argument("what", choices=commands)
     parser.add_argument("--trl", help="python of an environment with the newest TRL")
     parser.add_argument("--trl-ppo", help="python of an environment with TRL 1.12.0")
+    parser.add_argument("--code", type=Path, help="folder of rlhfbook.com's code, for `book`")
+    parser.add_argument("--python", help="of its environment")
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--forced", action="store_true", help="every response has the full length")
     parser.add_argument("--steps", type=int, help="optimizer steps per iteration (default: that of the size)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=7)
-    parser.add_argument("--warm-up", type=int, default=2, help="iterations that do not count")
-    parser.add_argument("--only", help="only these algorithms, e.g. GRPO,PPO; or only these samplers")
+    parser.add_argument("--only", help="only these algorithms, e.g. GRPO,PPO")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     RESULTS = options.results
-    globals()[options.what](options)
+    with tempfile.TemporaryDirectory() as temporary:
+        commands[options.what](options, Path(temporary))

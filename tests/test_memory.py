@@ -123,7 +123,7 @@ def test_the_model_state_is_what_processes_held():
     assert [formula for formula, _ in shown] == found
     results = ROOT / "benchmarks" / "results"
     measured = re.findall(
-        r"(?m)^\| (?:replicated|gathered) \| \d \| (\d+) ", (results / "sharding/table.md").read_text()
+        r"(?m)^\| (?:replicated|gathered) \| \d \| (\d+) ", (results / "footprint/sharded.md").read_text()
     )
     measured += re.findall(r"ppo_llm.py \| ([\d,]+) MiB \| (\d+) MiB", (results / "footprint/lora.md").read_text())[0]
     assert [size for _, size in shown] == [int(size.replace(",", "")) for size in measured]

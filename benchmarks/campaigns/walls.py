@@ -21,6 +21,7 @@ nothing here. Everything else, including the flags, is that of ppo_llm.py.
 import argparse
 import contextlib
 import io
+import itertools
 import re
 import statistics
 import sys
@@ -41,29 +42,24 @@ import grpo_llm
 import ppo_llm
 
 RESULTS = common.RESULTS / "walls"
-
 BATCHES = 16  # of 256 responses each
 GROUP_SIZE = 8
 RESPONSES = 1024  # to as many prompts, for `best`
 POLICIES = ("start", 0), ("later", 12)  # and iterations of training
 
 
-def tiny(results, seeds):
+def tiny(seeds):
     """What tiny_ppo.py prints, as a table for each seed."""
     for seed in seeds:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             tiny_ppo.main(seed)
-        before, *lines, after = printed.getvalue().splitlines()
-        numbers = [re.findall(r"[\d.]+", line) for line in lines]
-        rows = [dict(zip(("iteration", "score", "kl", "length"), values)) for values in numbers]
-        greedy = [re.search(r"[\d.]+", line)[0] for line in (before, after)]
-        rows = [row | {"greedy": greedy[1] if row is rows[-1] else ""} for row in rows]
-        common.write_csv(
-            results / f"tiny_{seed}.csv",
-            [{"iteration": 0, "score": "", "kl": "", "length": "", "greedy": greedy[0]}, *rows],
-        )
-        print(f"seed {seed}: greedy {greedy[0]} before, {greedy[1]} after", flush=True)
+        before, *lines, after = [re.findall(r"[\d.]+", line) for line in printed.getvalue().splitlines()]
+        rows = [dict(zip(("iteration", "score", "kl", "length"), numbers)) | {"greedy": ""} for numbers in lines]
+        rows.insert(0, {"iteration": 0, "score": "", "kl": "", "length": "", "greedy": before[0]})
+        rows[-1]["greedy"] = after[0]
+        common.write_csv(RESULTS / f"tiny_{seed}.csv", rows)
+        print(f"seed {seed}: greedy {before[0]} before, {after[0]} after", flush=True)
 
 
 def trained_actor(seed, iterations):
@@ -72,6 +68,15 @@ def trained_actor(seed, iterations):
     with mock.patch.object(tiny_ppo, "evaluate", lambda model, rows: kept.append(model) or 0.0):
         tiny_ppo.main(seed, iterations)
     return kept[-1]
+
+
+def sample(actor, num_prompts, group_size=1):
+    """Tokens, mask and scores of so many responses to each of some training questions."""
+    rows = tiny_ppo.read_rows("train.jsonl")
+    chosen = torch.randperm(len(rows))[:num_prompts].repeat_interleave(group_size)
+    batch = [rows[i] for i in chosen]
+    tokens, mask = tiny_ppo.sample(actor, batch)
+    return tokens, mask, tiny_ppo.score(tokens, mask, batch)
 
 
 def gradient(actor, tokens, mask, advantages):
@@ -83,82 +88,72 @@ def gradient(actor, tokens, mask, advantages):
     return torch.cat([p.grad.flatten() for p in actor.parameters() if p.grad is not None])
 
 
-def noise(results, seeds):
-    """Variance of the gradient of a batch, and the squared length of its mean, over BATCHES batches.
+def gradients_by_baseline(actor, tokens, mask, scores):
+    """{baseline: gradient of this batch}.
 
     The means are those of the other responses: with its own score in it a group's would make the gradient shorter, by
     1/8, and its noise with it. `token mean` has each response's score counted once for each of its tokens.
     """
-    rows = tiny_ppo.read_rows("train.jsonl")
-    found = []
-    for seed in seeds:
-        for name, iterations in POLICIES:
-            actor = trained_actor(seed, iterations)
-            torch.manual_seed(1000 + seed)
-            names = "none", "none, scores 10 and 11", "batch mean", "group mean", "token mean"
-            gradients = {baseline: [] for baseline in names}
-            means = []
-            for _ in range(BATCHES):
-                chosen = torch.randperm(len(rows))[: tiny_ppo.BATCH_SIZE // GROUP_SIZE].repeat_interleave(GROUP_SIZE)
-                batch = [rows[i] for i in chosen]
-                tokens, mask = tiny_ppo.sample(actor, batch)
-                scores = tiny_ppo.score(tokens, mask, batch)
-                means.append(scores.mean().item())
-                groups = scores.view(-1, GROUP_SIZE)
-                centred = (groups - groups.mean(1, keepdim=True)).flatten() * GROUP_SIZE / (GROUP_SIZE - 1)
-                token_mean = (scores * mask.sum(1)).sum() / mask.sum()
-                by_score = gradient(actor, tokens, mask, scores)
-                by_one = gradient(actor, tokens, mask, torch.ones(len(scores)))
-                # A gradient is linear in the advantages.
-                gradients["none"].append(by_score)
-                gradients["none, scores 10 and 11"].append(by_score + 10 * by_one)
-                gradients["batch mean"].append((by_score - scores.mean() * by_one) * len(scores) / (len(scores) - 1))
-                gradients["group mean"].append(gradient(actor, tokens, mask, centred))
-                gradients["token mean"].append(by_score - token_mean * by_one)
-            for baseline, vectors in gradients.items():
-                stacked = torch.stack(vectors)
-                variance = stacked.var(0).sum().item()
-                signal = stacked.mean(0).square().sum().item() - variance / BATCHES  # the mean has noise, too
-                line = {"policy": name, "seed": seed, "score": round(sum(means) / BATCHES, 3), "baseline": baseline}
-                line |= {"variance": variance, "signal": signal, "ratio": round(variance / signal, 2)}
-                found.append(line)
-                print(line, flush=True)
-    common.write_csv(results / "noise.csv", found)
+    size = len(scores)
+    groups = scores.view(-1, GROUP_SIZE)
+    centred = (groups - groups.mean(1, keepdim=True)).flatten() * GROUP_SIZE / (GROUP_SIZE - 1)
+    token_mean = (scores * mask.sum(1)).sum() / mask.sum()
+    by_score = gradient(actor, tokens, mask, scores)
+    by_one = gradient(actor, tokens, mask, torch.ones(size))
+    return {  # a gradient is linear in the advantages
+        "none": by_score,
+        "none, scores 10 and 11": by_score + 10 * by_one,
+        "batch mean": (by_score - scores.mean() * by_one) * size / (size - 1),
+        "group mean": gradient(actor, tokens, mask, centred),
+        "token mean": by_score - token_mean * by_one,
+    }
 
 
-def best(results, seeds):
-    """The baseline of least variance, E[R |g|^2] / E[|g|^2], g the gradient of a response's log-prob."""
-    rows = tiny_ppo.read_rows("train.jsonl")
+def noise(seeds):
+    """Variance of the gradient of a batch, and the squared length of its mean, over BATCHES batches."""
     found = []
-    for seed in seeds:
-        for name, iterations in POLICIES:
-            actor = trained_actor(seed, iterations)
-            torch.manual_seed(2000 + seed)
-            batch = [rows[i] for i in torch.randperm(len(rows))[:RESPONSES]]
-            tokens, mask = tiny_ppo.sample(actor, batch)
-            scores = tiny_ppo.score(tokens, mask, batch)
-            squares = []
-            for row_tokens, row_mask in zip(tokens.split(1), mask.split(1)):
-                squares.append(gradient(actor, row_tokens, row_mask, torch.ones(1)).square().sum())
-            squares = torch.stack(squares)
-            line = {"policy": name, "seed": seed, "score": scores.mean().item()}
-            line |= {"right": squares[scores == 1].mean().item(), "wrong": squares[scores == 0].mean().item()}
-            line |= {"best": ((scores * squares).sum() / squares.sum()).item()}
-            found.append({key: round(value, 4) if key in ("score", "best") else value for key, value in line.items()})
+    for seed, (name, iterations) in itertools.product(seeds, POLICIES):
+        actor = trained_actor(seed, iterations)
+        torch.manual_seed(1000 + seed)
+        gradients, means = [], []
+        for _ in range(BATCHES):
+            tokens, mask, scores = sample(actor, tiny_ppo.BATCH_SIZE // GROUP_SIZE, GROUP_SIZE)
+            means.append(scores.mean().item())
+            gradients.append(gradients_by_baseline(actor, tokens, mask, scores))
+        for baseline in gradients[0]:
+            vectors = torch.stack([batch[baseline] for batch in gradients])
+            variance = vectors.var(0).sum().item()
+            signal = vectors.mean(0).square().sum().item() - variance / BATCHES  # the mean has noise, too
+            line = {"policy": name, "seed": seed, "score": round(statistics.mean(means), 3), "baseline": baseline}
+            found.append(line | {"variance": variance, "signal": signal, "ratio": round(variance / signal, 2)})
             print(found[-1], flush=True)
-    common.write_csv(results / "best.csv", found)
+    common.write_csv(RESULTS / "noise.csv", found)
 
 
-def kinds(results, seeds):
+def best(seeds):
+    """The baseline of least variance, E[R |g|^2] / E[|g|^2], g the gradient of a response's log-prob."""
+    found = []
+    for seed, (name, iterations) in itertools.product(seeds, POLICIES):
+        actor = trained_actor(seed, iterations)
+        torch.manual_seed(2000 + seed)
+        tokens, mask, scores = sample(actor, RESPONSES)
+        pairs = zip(tokens.split(1), mask.split(1))
+        squares = torch.stack([gradient(actor, *pair, torch.ones(1)).square().sum() for pair in pairs])
+        line = {"policy": name, "seed": seed, "score": round(scores.mean().item(), 4)}
+        line |= {"right": squares[scores == 1].mean().item(), "wrong": squares[scores == 0].mean().item()}
+        found.append(line | {"best": round(((scores * squares).sum() / squares.sum()).item(), 4)})
+        print(found[-1], flush=True)
+    common.write_csv(RESULTS / "best.csv", found)
+
+
+def kinds(seeds):
     """Of the tokens of 2,048 responses: each estimate's mean, its std, and how much of its square is in 1% of them."""
-    rows = tiny_ppo.read_rows("train.jsonl")
     start = trained_actor(1, 0)
     found = []
     for seed in seeds:
         actor = trained_actor(seed, 40)
         torch.manual_seed(3000 + seed)
-        batch = [rows[i] for i in torch.randperm(len(rows))[: 2 * RESPONSES]]
-        tokens, mask = tiny_ppo.sample(actor, batch)
+        tokens, mask, _ = sample(actor, 2 * RESPONSES)
         logprobs = []
         with torch.no_grad():
             for model in actor, start:
@@ -167,25 +162,18 @@ def kinds(results, seeds):
         for kind in "k1", "k3", "k2":
             values = ppo_llm.kl_penalty(*logprobs, kind)
             largest = values.square().sort(descending=True).values
-            line = {"seed": seed, "kind": kind, "tokens": len(values), "mean": values.mean().item()}
-            line |= {"std": values.std().item(), "of 1%": (largest[: len(values) // 100].sum() / largest.sum()).item()}
-            found.append({key: round(x, 5) if isinstance(x, float) else x for key, x in line.items()})
+            share = largest[: len(values) // 100].sum() / largest.sum()
+            line = {"seed": seed, "kind": kind, "tokens": len(values), "mean": round(values.mean().item(), 5)}
+            found.append(line | {"std": round(values.std().item(), 5), "of 1%": round(share.item(), 5)})
             print(found[-1], flush=True)
-    common.write_csv(results / "kinds.csv", found)
+    common.write_csv(RESULTS / "kinds.csv", found)
 
 
 # ------------------------------------------------------------------------------------------------------ a shared prompt
 
 
+ROUNDS = 5
 LENGTHS = [(32, 32), (128, 32), (512, 32), (32, 128), (128, 128), (512, 128), (128, 512), (512, 512)]
-
-
-def load_variant():
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "shared_prompt_llm.py").write_text(variants.patched("shared_prompt"))
-        sys.path.insert(0, folder)
-        import shared_prompt_llm
-    return shared_prompt_llm
 
 
 def seconds(policy, tokens, mask):
@@ -195,30 +183,34 @@ def seconds(policy, tokens, mask):
     return time.process_time() - start
 
 
-def shared(rounds, size):
-    """Forward and backward of one group of this size, joined or row by row.
+def shared(_):
+    """Forward and backward of one group, joined or row by row.
 
     With the embedded model's shape, random tokens and one thread; processor times: medians of the rounds' ratios. Below
     1, the joined rows win: the prompt is read once instead of once for each response, but attention runs under a dense
     mask over the whole row.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "shared_prompt_llm.py").write_text(variants.patched("shared_prompt"))
+        sys.path.insert(0, folder)
+        import shared_prompt_llm
     config = AutoConfig.from_pretrained(common.TINY / "model", max_position_embeddings=2048)
     model = AutoModelForCausalLM.from_config(config)
-    plain, joined = (algo.Policy(model, 1.0) for algo in (grpo_llm, load_variant()))
+    plain, joined = (algo.Policy(model, 1.0) for algo in (grpo_llm, shared_prompt_llm))
     lines = []
     for prompt, response in LENGTHS:
-        tokens = torch.randint(3, config.vocab_size, (size, prompt + response))
+        tokens = torch.randint(3, config.vocab_size, (GROUP_SIZE, prompt + response))
         tokens[:, :prompt] = tokens[0, :prompt]
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         mask[:, prompt - 1 : -1] = True
-        seconds(plain, tokens, mask), seconds(joined, tokens, mask)
-        ratios = [seconds(joined, tokens, mask) / seconds(plain, tokens, mask) for _ in range(rounds)]
-        read = (prompt + size * response) / (size * (prompt + response))
-        lines.append([prompt, response, f"{read:.2f}x", f"{statistics.median(ratios):.2f}x"])
+        pairs = [(seconds(joined, tokens, mask), seconds(plain, tokens, mask)) for _ in range(1 + ROUNDS)]
+        ratio = statistics.median(one / other for one, other in pairs[1:])  # the first warms up
+        read = (prompt + GROUP_SIZE * response) / (GROUP_SIZE * (prompt + response))
+        lines.append([prompt, response, f"{read:.2f}x", f"{ratio:.2f}x"])
         print(*lines[-1], flush=True)
-    command = f"`python benchmarks/campaigns/walls.py shared --rounds {rounds} --group-size {size}`"
     table = common.markdown(["prompt", "response", "tokens read", "time"], lines)
-    (common.RESULTS / "speed" / "shared_prompt.md").write_text(f"{command}\n\n{table}\n")
+    text = f"`python benchmarks/campaigns/walls.py shared`, groups of {GROUP_SIZE}, {ROUNDS} rounds\n\n{table}\n"
+    (common.RESULTS / "speed" / "shared_prompt.md").write_text(text)
 
 
 # ------------------------------------------------------------------------------------------ one advantage per response
@@ -242,16 +234,19 @@ def train_with_one(at, flags):
 # ---------------------------------------------------------------------------------------------- the tables of chapter 1
 
 
-def score_rows(*experiments, steps=(10, 20, 40)):
-    """Sampled test scores of the seeds of experiments [(words, name, ...)] of variant_runs.py, a cell for each step."""
-    found = []
-    for words, name, *columns in experiments:
-        runs, zero = read("variants", name), 10 * ("ten" in name)
-        for step in steps:
-            scores = [float(run[step]["eval/score_sampled"]) - zero for run in runs]
-            columns.append(", ".join(f"{score:.2f}" for score in scores))
-        found.append([f"{words} (`{name}`)", *columns])
-    return found
+SCORE, AFTER = "sampled test score", ["after 10", "20", "40"]
+BASELINES = {
+    "none, scores 10 and 11": "none, scores 10 and 11",
+    "none": "none, scores 0 and 1",
+    "batch mean": "mean of the batch (the unit)",
+    "group mean": "mean of the group",
+    "token mean": "mean of the batch, over tokens",
+}
+ONE = {
+    "ppo": "GAE: one for each token",
+    "one-advantage-first": "score minus the value of the prompt",
+    "one-advantage-last": "score minus the value before the last token",
+}
 
 
 def read(*place):
@@ -259,80 +254,84 @@ def read(*place):
     return [common.read_csv(path) for path in sorted(RESULTS.parent.joinpath(*place).glob("seed_*.csv"))]
 
 
-def span(values, form=".1f"):
-    low, high = f"{min(values):{form}}", f"{max(values):{form}}"
-    return low if low == high else f"{low} to {high}"
+def score_rows(*experiments, steps=(10, 20, 40)):
+    """Sampled test scores of the seeds of experiments [(words, name, ...)] of variant_runs.py, a cell for each step."""
+    found = []
+    for words, name, *columns in experiments:
+        runs, zero = read("variants", name), 10 * ("ten" in name)
+        for step in steps:
+            columns.append(", ".join(f"{float(run[step]['eval/score_sampled']) - zero:.2f}" for run in runs))
+        found.append([f"{words} (`{name}`)", *columns])
+    return found
+
+
+def noise_rows():
+    variances = common.grouped(common.read_csv(RESULTS / "noise.csv"), "policy", "baseline")
+    variances = {key: [float(row["variance"]) for row in rows] for key, rows in variances.items()}
+    found = []
+    for baseline, words in BASELINES.items():
+        cells = []
+        digits = 0 if "10" in words or "unit" in words else 1
+        for policy, _ in POLICIES:
+            pairs = zip(variances[policy, baseline], variances[policy, "batch mean"])
+            values = [variance / unit for variance, unit in pairs]
+            ends = [f"{end(values):.{digits}f}" for end in (min, max)]
+            cells.append(" to ".join(dict.fromkeys(ends)))  # one, if they are the same
+        found.append([words, *cells])
+    return found
+
+
+def clip_rows():
+    found = []
+    for words, experiment in ("ratio only", "ppo-epochs4-ratio"), ("ratio and clip", "ppo-epochs4"):
+        largest = [[float(row["actor/ratio_max"]) for row in run[1:]] for run in read("variants", experiment)]
+        cells = [", ".join(f"{max(x):.0f}" for x in largest), ", ".join(f"{statistics.median(x):.1f}" for x in largest)]
+        found += score_rows((words, experiment, *cells))
+    return found
+
+
+def story_rows():
+    lines = (RESULTS.parent / "stories" / "table.md").read_text().replace("-", "\N{MINUS SIGN}").splitlines()
+    lines = [line.strip("| ").split(" | ") for line in lines]
+    found = []
+    for price in "off", "0.003", "0.01", "0.03", "0.1", "0.3":
+        runs = [line for line in lines if line[0] == f"ppo-kl-{price}".replace("-", "\N{MINUS SIGN}")]
+        columns = [", ".join(run[column] for run in runs) for column in (5, 6, 9)]
+        found.append(["0" if price == "off" else price, *columns])
+    return found
+
+
+def one_rows():
+    found = []
+    for name, words in ONE.items():
+        columns = []
+        for step in "10", "20", "40":
+            rows = [row for run in read(name)[:3] for row in run if row["step"] == step]
+            columns.append(common.spread([float(row["eval/score_sampled"]) for row in rows]))
+        found.append([f"{words} (`{name}`)", *columns])
+    return found
 
 
 def tables():
     """The tables of results in chapter 1, as Markdown."""
-    iterations = ["after 10", "20", "40"]
-    learns = [["sampled test score", "before", *iterations]]
-    learns += score_rows(("policy gradient", "reinforce"), steps=(0, 10, 20, 40))
-
-    rows = common.read_csv(RESULTS / "noise.csv")
-    variances = {(row["policy"], row["baseline"]): [] for row in rows}
-    for row in rows:
-        variances[row["policy"], row["baseline"]].append(float(row["variance"]))
-    noises = [["noise of the gradient, by baseline", "at the start", "later"]]
-    for baseline, words in (
-        ("none, scores 10 and 11", "none, scores 10 and 11"),
-        ("none", "none, scores 0 and 1"),
-        ("batch mean", "mean of the batch (the unit)"),
-        ("group mean", "mean of the group"),
-        ("token mean", "mean of the batch, over tokens"),
-    ):
-        cells = []
-        for policy in "start", "later":
-            found = [x / unit for x, unit in zip(variances[policy, baseline], variances[policy, "batch mean"])]
-            cells.append(span(found, ".0f" if "10" in words or "unit" in words else ".1f"))
-        noises.append([words, *cells])
-
-    zeros = [["sampled test score", *iterations]]
-    zeros += score_rows(
+    zeros = score_rows(
         ("10 and 11, no baseline", "reinforce-ten"),
         ("10 and 11, mean of the batch", "reinforce-ten-mean"),
         ("0 and 1, mean of the batch", "reinforce-mean"),
         ("0 and 1, no baseline", "reinforce"),
     )
-    plain = [["sampled test score", *iterations]]
-    plain += score_rows(("one step", "plain_pg-1step"), ("sixteen steps", "plain_pg-epochs4"))
-
-    clip = [["sixteen steps", "largest ratio", "in the median iteration", *iterations]]
-    for words, experiment in ("ratio only", "ppo-epochs4-ratio"), ("ratio and clip", "ppo-epochs4"):
-        largest = [[float(row["actor/ratio_max"]) for row in run[1:]] for run in read("variants", experiment)]
-        cells = [", ".join(f"{max(x):.0f}" for x in largest), ", ".join(f"{statistics.median(x):.1f}" for x in largest)]
-        clip += score_rows((words, experiment, *cells))
-
-    stories = [["price of a nat", "rise of the score", "KL at the end", "variety of words"]]
-    lines = (RESULTS.parent / "stories" / "table.md").read_text().splitlines()
-    cells = [line.strip("| ").split(" | ") for line in lines]
-    for price in "off", "0.003", "0.01", "0.03", "0.1", "0.3":
-        runs = [row for row in cells if row[0] == f"ppo-kl-{price}"]
-        columns = [", ".join(row[k].replace("-", "\N{MINUS SIGN}") for row in runs) for k in (5, 6, 9)]
-        stories.append(["0" if price == "off" else price, *columns])
-
-    whitened = [["sampled test score", *iterations], *score_rows(("whitened", "ppo"), ("not whitened", "ppo-raw"))]
-
-    one = [["sampled test score", *iterations]]
-    for name, words in (
-        ("ppo", "GAE: one for each token"),
-        ("one-advantage-first", "score minus the value of the prompt"),
-        ("one-advantage-last", "score minus the value before the last token"),
-    ):
-        runs, columns = read(name)[:3], []
-        for step in "10", "20", "40":
-            found = [float(row["eval/score_sampled"]) for run in runs for row in run if row["step"] == step]
-            columns.append(f"{sum(found) / 3:.3f} ({min(found):.3f}-{max(found):.3f})")
-        one.append([f"{words} (`{name}`)", *columns])
-
-    everything = learns, noises, zeros, plain, clip, stories, whitened, one
-    texts = []
-    for first, *others in everything:
-        rule = "|---" * len(first) + "|\n"
-        head, *lines = [f"| {' | '.join(row)} |\n".replace("|  |", "| |") for row in (first, *others)]
-        texts.append("".join([head, rule, *lines]))
-    return texts
+    return [
+        common.markdown([SCORE, "before", *AFTER], score_rows(("policy gradient", "reinforce"), steps=(0, 10, 20, 40))),
+        common.markdown(["noise of the gradient, by baseline", "at the start", "later"], noise_rows()),
+        common.markdown([SCORE, *AFTER], zeros),
+        common.markdown(
+            [SCORE, *AFTER], score_rows(("one step", "plain_pg-1step"), ("sixteen steps", "plain_pg-epochs4"))
+        ),
+        common.markdown(["sixteen steps", "largest ratio", "in the median iteration", *AFTER], clip_rows()),
+        common.markdown(["price of a nat", "rise of the score", "KL at the end", "variety of words"], story_rows()),
+        common.markdown([SCORE, *AFTER], score_rows(("whitened", "ppo"), ("not whitened", "ppo-raw"))),
+        common.markdown([SCORE, *AFTER], one_rows()),
+    ]
 
 
 def main():
@@ -341,20 +340,14 @@ def main():
     own, flags = script.parse_known_args()
     if own.at:
         return train_with_one(own.at, flags)
+    commands = {command.__name__: command for command in (tiny, noise, best, kinds, shared)}
+    commands["tables"] = lambda seeds: print("\n\n".join(tables()))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tiny", "noise", "best", "kinds", "tables", "shared"])
+    parser.add_argument("what", choices=commands)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--rounds", type=int, default=5, help="of `shared`")
-    parser.add_argument("--group-size", type=int, default=8, help="of `shared`")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.what == "tables":
-        print("\n".join(tables()))
-    elif args.what == "shared":
-        shared(args.rounds, args.group_size)
-    else:
-        {"tiny": tiny, "noise": noise, "best": best, "kinds": kinds}[args.what](args.results, args.seeds)
+    commands[args.what](args.seeds)
 
 
 if __name__ == "__main__":
