@@ -10,6 +10,7 @@ turns, with random models of Qwen2's architecture; the time of the hand-over is 
 """
 
 import argparse
+import itertools
 import os
 import re
 import statistics
@@ -28,8 +29,12 @@ import variants
 import grpo_llm as algo
 
 RESULTS = common.RESULTS / "engines"
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SIZES = {"0.86M": None, "5M": (256, 5), "50M": (640, 8)}  # width and layers; None: the embedded model
+PRECISIONS = "float32", "bfloat16", "float16"
+FIVE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 5, "num_attention_heads": 8}
+FIFTY = {"hidden_size": 640, "intermediate_size": 2560, "num_hidden_layers": 8, "num_attention_heads": 20}
+FIVE |= {"num_key_value_heads": 8, "vocab_size": 420, "tie_word_embeddings": True}
+FIFTY |= {"num_key_value_heads": 20, "vocab_size": 420, "tie_word_embeddings": True}
+SIZES = {"0.86M": None, "5M": FIVE, "50M": FIFTY}  # None: the embedded model
 COST = "--batch-size 8 --group-size 8 --minibatch-size 64 --max-response-length 48 --eval-rows 0 --eval-every 0"
 COST += " --save-every 0 --total-iterations 4 --kl-loss-coef 0 --track none --dtype float32"
 
@@ -54,11 +59,6 @@ that the process held, with a training step and, for vLLM, a cache of 0.25 GiB.
 | parameters | sampler | rollout, s | hand-over, s | resident, GiB |
 | --- | --- | --- | --- | --- |
 """
-
-
-def by_generate(model, prompts, uniforms, eos_ids, dtype):
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        return algo.generate(model, prompts, uniforms, eos_ids, 1.0)
 
 
 def by_vllm(engine, prompts, uniforms, eos_ids):
@@ -94,38 +94,31 @@ def precision(args):
     model = algo.load_model(folder, AutoModelForCausalLM)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     eos_ids = algo.collect_eos_ids(model, tokenizer)
-    prompts = tokenizer([row["question"] for row in common.read_lines(args.questions)])["input_ids"]
+    prompts = tokenizer([row["question"] for row in common.read_lines(common.TINY / "test.jsonl")])["input_ids"]
     rows = [{"input_ids": ids} for ids in prompts]
     lines = []
-    for name, dtype in PRECISIONS.items():
+    for name in PRECISIONS:
         engine = start_engine(folder, name)
-        for sampler in "generate", "vllm":
-            for seed in args.seeds:
-                stream = torch.Generator().manual_seed(seed)
-                uniforms = torch.rand(len(rows), 96, generator=stream, dtype=torch.float64)
-                if sampler == "vllm":
-                    responses = by_vllm(engine, prompts, uniforms, eos_ids)
-                else:
-                    responses = by_generate(model, prompts, uniforms, eos_ids, dtype)
+        for sampler, seed in itertools.product(("generate", "vllm"), args.seeds):
+            stream = torch.Generator().manual_seed(seed)
+            uniforms = torch.rand(len(rows), 96, generator=stream, dtype=torch.float64)
+            if sampler == "vllm":
+                responses = by_vllm(engine, prompts, uniforms, eos_ids)
+            with torch.autocast("cpu", getattr(torch, name), enabled=name != "float32"):
+                if sampler == "generate":
+                    responses = algo.generate(model, prompts, uniforms, eos_ids, 1.0)
                 tokens, mask, said, lengths = algo.to_batch(rows, responses, "cpu")
                 microbatches = algo.pack(lengths, range(len(rows)), 8192, "cpu")
-                with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                    trained = algo.forward_all(algo.Policy(model, 1.0), [microbatches], tokens, mask)
-                gaps = torch.where(mask, trained - said, 0)
-                unsure = mask & (said < -0.01)
-                line = {"sampler": sampler, "precision": name, "seed": seed, "tokens": mask.sum().item()}
-                line |= {"logprob_diff": gaps[mask].abs().mean().item(), "largest": gaps.abs().max().item()}
-                line |= {"unsure_diff": gaps[unsure].abs().mean().item(), "ess_token": ess(gaps[mask].double().exp())}
-                lines.append(line | {"ess_response": ess(gaps.double().sum(1).exp())})
-                print(lines[-1], flush=True)
+                trained = algo.forward_all(algo.Policy(model, 1.0), [microbatches], tokens, mask)
+            gaps = torch.where(mask, trained - said, 0)
+            unsure = mask & (said < -0.01)
+            line = {"sampler": sampler, "precision": name, "seed": seed, "tokens": mask.sum().item()}
+            line |= {"logprob_diff": gaps[mask].abs().mean().item(), "largest": gaps.abs().max().item()}
+            line |= {"unsure_diff": gaps[unsure].abs().mean().item(), "ess_token": ess(gaps[mask].double().exp())}
+            lines.append(line | {"ess_response": ess(gaps.double().sum(1).exp())})
+            print(lines[-1], flush=True)
         engine.llm_engine.engine_core.shutdown()
-    common.write_csv(args.results / "precision.csv", lines)
-
-
-def make_model(folder, width, layers):
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "vocab_size": 420}
-    heads = {"num_attention_heads": width // 32, "num_key_value_heads": width // 32, "tie_word_embeddings": True}
-    common.make_model(folder, sizes | heads)
+    common.write_csv(RESULTS / "precision.csv", lines)
 
 
 def measure(script, words, folder):
@@ -146,59 +139,45 @@ def cost(args):
         for size, shape in SIZES.items():
             words = COST.split()
             if shape:
-                make_model(f"{top}/{size}", *shape)
+                common.make_model(f"{top}/{size}", shape)
                 words += ["--model", f"{top}/{size}", "--dataset", f"{common.TINY}/train.jsonl", "--prompt-suffix", ""]
                 words += ["--eval-dataset", f"{common.TINY}/test.jsonl"]
-            for round_number in range(1, args.rounds + 1):
-                for sampler, script in scripts.items():
-                    flags = words + (["--cache-gib", "0.25"] if sampler == "vllm" else [])
-                    with tempfile.TemporaryDirectory() as folder:
-                        rollout, hand_over, memory = measure(script, flags, folder)
-                    line = {"size": size, "sampler": sampler, "round": round_number, "rollout_s": round(rollout, 3)}
-                    lines.append(line | {"hand_over_s": hand_over, "resident_gib": round(memory, 3)})
-                    print(lines[-1], flush=True)
-    common.write_csv(args.results / "cost.csv", lines)
+            for number, (sampler, script) in itertools.product(range(1, args.rounds + 1), scripts.items()):
+                flags = [*words, "--cache-gib", "0.25"] if sampler == "vllm" else words
+                with tempfile.TemporaryDirectory() as folder:
+                    rollout, hand_over, memory = measure(script, flags, folder)
+                line = {"size": size, "sampler": sampler, "round": number, "rollout_s": round(rollout, 3)}
+                lines.append(line | {"hand_over_s": hand_over, "resident_gib": round(memory, 3)})
+                print(lines[-1], flush=True)
+    common.write_csv(RESULTS / "cost.csv", lines)
 
 
-def table(args):
+def table(_):
     """Lowest and highest over the seeds; medians over the rounds."""
     text = GAPS
     metrics = "logprob_diff", "unsure_diff", "largest", "ess_token", "ess_response"
-    for key, rows in grouped(args.results / "precision.csv", "sampler", "precision"):
+    for key, rows in common.grouped(common.read_csv(RESULTS / "precision.csv"), "sampler", "precision").items():
         cells = list(key)
         for metric in metrics:
             values = [1 - float(row[metric]) if "ess" in metric else float(row[metric]) for row in rows]
             cells.append(f"{min(values):.1e} to {max(values):.1e}")
         text += f"| {' | '.join(cells)} |\n"
     text += SPENT
-    for key, rows in grouped(args.results / "cost.csv", "size", "sampler"):
+    for key, rows in common.grouped(common.read_csv(RESULTS / "cost.csv"), "size", "sampler").items():
         cells = list(key)
         for metric in "rollout_s", "hand_over_s", "resident_gib":
             values = [float(row[metric]) for row in rows]
             cells.append(common.spread(values, 2, statistics.median))
         text += f"| {' | '.join(cells)} |\n"
-    (args.results / "README.md").write_text(text)
+    (RESULTS / "README.md").write_text(text)
     print(text)
 
 
-def grouped(path, *names):
-    """[(values of these columns, rows that have them)], in the order of the file."""
-    groups = {}
-    for row in common.read_csv(path):
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
-    return groups.items()
-
-
-def main():
+if __name__ == "__main__":
+    commands = {command.__name__: command for command in (precision, cost, table)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("precision", "cost", "table"))
-    parser.add_argument("--questions", default=common.TINY / "test.jsonl", type=Path)
+    parser.add_argument("command", choices=commands)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    {"precision": precision, "cost": cost, "table": table}[args.command](args)
-
-
-if __name__ == "__main__":
-    main()
+    arguments = parser.parse_args()
+    commands[arguments.command](arguments)

@@ -8,9 +8,9 @@ and story_prompts/story_{train,test}.parquet (openings, column prompt_text). The
 Each run is one launch on two processes. benchmarks/results/stories/ gets the metrics of every run, a table, and stories
 of the first seed before and after training: those to the alphabetically first ten openings.
 
-The runs in which the KL is held, ppo and grpo, were made with version 0.2 (commit c9bdd21): they need the adaptive KL
-controller and the linear schedule, which are variants now. Their results stay in the table and the figure; you can make
-the runs without KL, and those with a price on it, here.
+The runs in which the KL is held, ppo and grpo, were made with version 0.2 (commit c9bdd21 has their flags): they need
+the adaptive KL controller and the linear schedule, which are variants now. Their results stay in the table and the
+figure; you can make the runs without KL, and those with a price on it, here.
 """
 
 import argparse
@@ -31,21 +31,13 @@ import plot
 
 RESULTS = common.RESULTS / "stories"
 SHARED = "--max-response-length 96 --minibatch-size 32 --eval-every 10 --prompt-column prompt_text"
-SHARED += " --answer-column None --microbatch-tokens 1024"
+SHARED += " --answer-column None --microbatch-tokens 1024 --lr 1e-4 --total-iterations 40"
 PPO = f"ppo_llm.py {SHARED} --batch-size 128 --critic-lr 1e-3 --lam 0.95"
 GRPO = f"grpo_llm.py {SHARED} --batch-size 16 --group-size 8 --estimator dr_grpo --kl-loss-coef 0"
-HELD = "--kl-controller adaptive --kl-target 0.1 --lr-schedule linear --kl-reward-coef 0.04"
-PRICES = 0.003, 0.01, 0.03, 0.1, 0.3
-RUNS = {  # a coefficient of 1e-9 only measures the KL
-    "ppo": f"{PPO} {HELD} --kl-horizon 1000 --lr 1.5e-4 --total-iterations 60",
-    "grpo": f"{GRPO} {HELD} --kl-horizon 1500 --lr 1e-4 --total-iterations 80",
-    "ppo-kl-off": f"{PPO} --kl-reward-coef 1e-9 --lr 1e-4 --total-iterations 40",
-    "grpo-kl-off": f"{GRPO} --kl-reward-coef 1e-9 --lr 1e-4 --total-iterations 40",
-    # ppo-kl-off with a price on the KL, and nothing else changed: for chapter 1
-    **{f"ppo-kl-{price}": f"{PPO} --kl-reward-coef {price} --lr 1e-4 --total-iterations 40" for price in PRICES},
-}
-OLD = "ppo", "grpo"  # as they were run with version 0.2
-NOW = [name for name in RUNS if name not in OLD]
+OLD = "ppo", "grpo"  # runs of version 0.2
+RUNS = {"ppo-kl-off": f"{PPO} --kl-reward-coef 1e-9", "grpo-kl-off": f"{GRPO} --kl-reward-coef 1e-9"}  # only measured
+for price in 0.003, 0.01, 0.03, 0.1, 0.3:  # for chapter 1
+    RUNS[f"ppo-kl-{price}"] = f"{PPO} --kl-reward-coef {price}"
 
 
 def distinct_bigrams(texts):
@@ -82,7 +74,7 @@ def make_table():
     head = ["", "seed", "reward before", "after", "sd of a story before", "rise in sd", "KL at the end"]
     head += ["distinct bigrams before", "after", "change", "seconds"]
     lines = []
-    for name in RUNS:
+    for name in (*OLD, *RUNS):
         for path in sorted((RESULTS / name).glob("seed_*.csv")):
             (rows,) = plot.read_runs(path)
             first, last = rows[0], rows[-1]
@@ -112,7 +104,7 @@ def show_stories(name, seed, before, after, count):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--runs", nargs="+", choices=NOW, default=NOW)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=[*RUNS])
     args = parser.parse_args()
     if not os.environ.get("LLM_RL_DATA"):
         sys.exit("error: set LLM_RL_DATA to the folder with stories260K/ and story_prompts/")
@@ -124,7 +116,7 @@ def main():
                 (RESULTS / name / "stories.md").write_text(text)
             (RESULTS / "table.md").write_text(make_table() + "\n")
             print(f"{name}, seed {seed}: done", flush=True)
-    folders = [str(RESULTS / name) for name in RUNS]
+    folders = [str(RESULTS / name) for name in (*OLD, *RUNS)]
     metrics = ["eval/score_sampled", "kl/mean", "eval/distinct_bigrams"]
     sys.argv = ["plot.py", *folders, "--metrics", *metrics, "--output", str(RESULTS.parent / "stories.png")]
     plot.main()
