@@ -149,14 +149,14 @@ class Exchange(Clock):
         self.found |= {"tokens": [], "collectives": []}  # an item for each line of the log
         for name in COLLECTIVES:
             if hasattr(dist, name):
-                self.time(dist, name)
+                self.time_calls(dist, name)
         if hasattr(algo, "sum_gradients"):
-            self.time(algo, "sum_gradients")
-        pack, log = algo.pack, algo.log
+            self.time_calls(algo, "sum_gradients")
+        to_batch, log = algo.to_batch, algo.log
 
-        def count(lengths, rows, *rest):
-            self.tokens += sum(lengths[row] for row in rows)
-            return pack(lengths, rows, *rest)
+        def count(rows, responses, *rest):
+            self.tokens += sum(len(row["input_ids"]) + len(said.ids) for row, said in zip(rows, responses))
+            return to_batch(rows, responses, *rest)
 
         def note(*args):
             self.found["tokens"].append(self.tokens)
@@ -165,10 +165,10 @@ class Exchange(Clock):
             self.waited = 0.0
             return log(*args)
 
-        algo.pack = count
+        algo.to_batch = count
         algo.log = note
 
-    def time(self, owner, name):
+    def time_calls(self, owner, name):
         function = getattr(owner, name)
 
         def call(*args, **kwargs):
@@ -265,7 +265,7 @@ def resident(what):
 def measure(clock, script, flags, processes=1, **environment):
     """Runs a script, watched: the lines of metrics.jsonl, and what its processes found. Nothing is evaluated or saved.
 
-    clock: a name of a class above. Flags in `flags` count before ours.
+    clock: Clock or one of its subclasses.
     """
     with tempfile.TemporaryDirectory() as folder:
         words = [clock.__name__, script, folder, "--output-dir", folder, "--run-name", "run", "--track", "none"]

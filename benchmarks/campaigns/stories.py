@@ -35,7 +35,8 @@ SHARED += " --answer-column None --microbatch-tokens 1024 --lr 1e-4 --total-iter
 PPO = f"ppo_llm.py {SHARED} --batch-size 128 --critic-lr 1e-3 --lam 0.95"
 GRPO = f"grpo_llm.py {SHARED} --batch-size 16 --group-size 8 --estimator dr_grpo --kl-loss-coef 0"
 OLD = "ppo", "grpo"  # runs of version 0.2
-RUNS = {"ppo-kl-off": f"{PPO} --kl-reward-coef 1e-9", "grpo-kl-off": f"{GRPO} --kl-reward-coef 1e-9"}  # only measured
+# A coefficient of 1e-9 only measures the KL.
+RUNS = {"ppo-kl-off": f"{PPO} --kl-reward-coef 1e-9", "grpo-kl-off": f"{GRPO} --kl-reward-coef 1e-9"}
 for price in 0.003, 0.01, 0.03, 0.1, 0.3:  # for chapter 1
     RUNS[f"ppo-kl-{price}"] = f"{PPO} --kl-reward-coef {price}"
 
