@@ -2,6 +2,7 @@
 
 import ast
 import re
+import statistics
 import sys
 from unittest import mock
 
@@ -102,6 +103,14 @@ def test_the_mask_is_the_response_up_to_its_eos():
 # --- chapter 1, which builds the file
 
 CHAPTER = (ROOT / "notes" / "01-ppo.md").read_text()
+common = load_benchmark("common")
+NOISES = {  # baseline in noise.csv, digits
+    "none, scores 10 and 11": ("none, scores 10 and 11", 0),
+    "none, scores 0 and 1": ("none", 1),
+    "mean of the batch (the unit)": ("batch mean", 0),
+    "mean of the group": ("group mean", 1),
+    "mean of the batch, over tokens": ("token mean", 1),
+}
 
 
 def test_the_pieces_of_the_chapter_are_those_of_the_file():
@@ -112,18 +121,63 @@ def test_the_pieces_of_the_chapter_are_those_of_the_file():
         assert piece in source, piece
 
 
-def test_the_tables_of_results_are_what_the_runs_say():
-    """As `python benchmarks/campaigns/walls.py tables` prints them; and scores that stand in the text."""
-    walls = load_benchmark("walls")
-    found = walls.tables()
-    assert len(found) >= 8 and [table for table in found if table not in CHAPTER] == []
+def runs_of(*place):
+    """The rows of a folder's seeds, one for each iteration."""
+    paths = common.RESULTS.joinpath(*place).glob("seed_*.csv")
+    return [common.read_csv(path) for path in sorted(paths)]
+
+
+def cells_of(words):
+    """Of the row of a table that begins with these words."""
+    (cells,) = re.findall(rf"(?m)^\| {re.escape(words)} \| (.*) \|$", CHAPTER)
+    return cells.split(" | ")
+
+
+def test_the_tables_of_scores_are_what_the_runs_say():
+    """Sampled test scores of each seed; of three algorithms the mean, the lowest and the highest."""
+    rows = re.findall(r"(?m)^\| .* \(`([\w-]+)`\) \| (.*) \|$", CHAPTER)
+    assert len(rows) == 14
+    for name, cells in rows:
+        runs = runs_of(name)[:3] if "(" in cells else runs_of("variants", name)
+        zero = 10 * ("ten" in name)
+        said = []
+        for step in (0, 10, 20, 40) if cells.count("|") == 3 else (10, 20, 40):
+            scores = [float(run[step]["eval/score_sampled"]) - zero for run in runs]
+            said.append(common.spread(scores) if "(" in cells else ", ".join(f"{score:.2f}" for score in scores))
+        assert cells.endswith(" | ".join(said)), name
+    for words in "ratio only (`ppo-epochs4-ratio`)", "ratio and clip (`ppo-epochs4`)":
+        runs = runs_of("variants", words.split("`")[1])
+        largest = [[float(row["actor/ratio_max"]) for row in run[1:]] for run in runs]
+        said = [", ".join(f"{max(x):.0f}" for x in largest), ", ".join(f"{statistics.median(x):.1f}" for x in largest)]
+        assert cells_of(words)[:2] == said
+    ten, _, forty = [re.sub(r"(.*),", r"\1 and", cell) for cell in cells_of("ratio only (`ppo-epochs4-ratio`)")[2:]]
     text = " ".join(CHAPTER.split())
-    (*_, best) = walls.score_rows(("", "ppo-epochs4-ratio"))
-    ten, _, forty = [re.sub(r"(.*),", r"\1 and", cell) for cell in best[1:]]
     assert f"after 10 iterations the three seeds are at {ten}, after 40 at {forty}" in text
-    for path in sorted(walls.RESULTS.glob("tiny_*.csv")):
-        lines = path.read_text().splitlines()
-        assert f"from {lines[1].split(',')[-1]} to {lines[-1].split(',')[-1]} in 40 iterations" in text
+    for path in sorted((common.RESULTS / "walls").glob("tiny_*.csv")):
+        before, *_, after = common.read_csv(path)
+        assert f"from {before['greedy']} to {after['greedy']} in 40 iterations" in text
+
+
+def test_the_table_of_noise_is_what_was_measured():
+    rows = common.grouped(common.read_csv(common.RESULTS / "walls" / "noise.csv"), "policy", "baseline")
+    for words, (baseline, digits) in NOISES.items():
+        said = []
+        for policy in "start", "later":
+            pairs = zip(rows[policy, baseline], rows[policy, "batch mean"])
+            values = [float(row["variance"]) / float(unit["variance"]) for row, unit in pairs]
+            ends = [f"{end(values):.{digits}f}" for end in (min, max)]
+            said.append(" to ".join(dict.fromkeys(ends)))  # one, if they are the same
+        assert cells_of(words) == said
+
+
+def test_the_table_of_prices_is_what_the_story_runs_say():
+    """Of each seed: rise in standard deviations, KL at the end, change of the distinct bigrams."""
+    table = (common.RESULTS / "stories" / "table.md").read_text().splitlines()
+    for price in "0", "0.003", "0.01", "0.03", "0.1", "0.3":
+        name = "ppo-kl-off" if price == "0" else f"ppo-kl-{price}"
+        runs = [line.strip("| ").split(" | ") for line in table if line.startswith(f"| {name} |")]
+        said = [", ".join(run[column] for run in runs) for column in (5, 6, 9)]
+        assert cells_of(price) == [cell.replace("-", "\N{MINUS SIGN}") for cell in said]
 
 
 def test_the_table_of_what_a_real_run_adds_counts_right():

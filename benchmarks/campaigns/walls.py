@@ -4,7 +4,6 @@
     python benchmarks/campaigns/walls.py noise      the noise of the gradient with a baseline and without
     python benchmarks/campaigns/walls.py best       which baseline would leave the least noise
     python benchmarks/campaigns/walls.py kinds      the estimates of the KL after 40 iterations: mean and spread
-    python benchmarks/campaigns/walls.py tables     print the tables of results in chapter 1, which a test compares
     python benchmarks/campaigns/walls.py shared     when does notes/variants/shared_prompt.patch pay?
 
 The learning curves of chapter 1 are experiments of variant_runs.py. One of its tables needs PPO with one advantage for
@@ -231,109 +230,6 @@ def train_with_one(at, flags):
     ppo_llm.main(ppo_llm.parse_args())
 
 
-# ---------------------------------------------------------------------------------------------- the tables of chapter 1
-
-
-SCORE, AFTER = "sampled test score", ["after 10", "20", "40"]
-BASELINES = {
-    "none, scores 10 and 11": "none, scores 10 and 11",
-    "none": "none, scores 0 and 1",
-    "batch mean": "mean of the batch (the unit)",
-    "group mean": "mean of the group",
-    "token mean": "mean of the batch, over tokens",
-}
-ONE = {
-    "ppo": "GAE: one for each token",
-    "one-advantage-first": "score minus the value of the prompt",
-    "one-advantage-last": "score minus the value before the last token",
-}
-
-
-def read(*place):
-    """The rows of a folder's seeds."""
-    return [common.read_csv(path) for path in sorted(RESULTS.parent.joinpath(*place).glob("seed_*.csv"))]
-
-
-def score_rows(*experiments, steps=(10, 20, 40)):
-    """Sampled test scores of the seeds of experiments [(words, name, ...)] of variant_runs.py, a cell for each step."""
-    found = []
-    for words, name, *columns in experiments:
-        runs, zero = read("variants", name), 10 * ("ten" in name)
-        for step in steps:
-            columns.append(", ".join(f"{float(run[step]['eval/score_sampled']) - zero:.2f}" for run in runs))
-        found.append([f"{words} (`{name}`)", *columns])
-    return found
-
-
-def noise_rows():
-    variances = common.grouped(common.read_csv(RESULTS / "noise.csv"), "policy", "baseline")
-    variances = {key: [float(row["variance"]) for row in rows] for key, rows in variances.items()}
-    found = []
-    for baseline, words in BASELINES.items():
-        cells = []
-        digits = 0 if "10" in words or "unit" in words else 1
-        for policy, _ in POLICIES:
-            pairs = zip(variances[policy, baseline], variances[policy, "batch mean"])
-            values = [variance / unit for variance, unit in pairs]
-            ends = [f"{end(values):.{digits}f}" for end in (min, max)]
-            cells.append(" to ".join(dict.fromkeys(ends)))  # one, if they are the same
-        found.append([words, *cells])
-    return found
-
-
-def clip_rows():
-    found = []
-    for words, experiment in ("ratio only", "ppo-epochs4-ratio"), ("ratio and clip", "ppo-epochs4"):
-        largest = [[float(row["actor/ratio_max"]) for row in run[1:]] for run in read("variants", experiment)]
-        cells = [", ".join(f"{max(x):.0f}" for x in largest), ", ".join(f"{statistics.median(x):.1f}" for x in largest)]
-        found += score_rows((words, experiment, *cells))
-    return found
-
-
-def story_rows():
-    lines = (RESULTS.parent / "stories" / "table.md").read_text().replace("-", "\N{MINUS SIGN}").splitlines()
-    lines = [line.strip("| ").split(" | ") for line in lines]
-    found = []
-    for price in "off", "0.003", "0.01", "0.03", "0.1", "0.3":
-        runs = [line for line in lines if line[0] == f"ppo-kl-{price}".replace("-", "\N{MINUS SIGN}")]
-        columns = [", ".join(run[column] for run in runs) for column in (5, 6, 9)]
-        found.append(["0" if price == "off" else price, *columns])
-    return found
-
-
-def one_rows():
-    found = []
-    for name, words in ONE.items():
-        columns = []
-        for step in "10", "20", "40":
-            rows = [row for run in read(name)[:3] for row in run if row["step"] == step]
-            columns.append(common.spread([float(row["eval/score_sampled"]) for row in rows]))
-        found.append([f"{words} (`{name}`)", *columns])
-    return found
-
-
-def tables():
-    """The tables of results in chapter 1, as Markdown."""
-    zeros = score_rows(
-        ("10 and 11, no baseline", "reinforce-ten"),
-        ("10 and 11, mean of the batch", "reinforce-ten-mean"),
-        ("0 and 1, mean of the batch", "reinforce-mean"),
-        ("0 and 1, no baseline", "reinforce"),
-    )
-    return [
-        common.markdown([SCORE, "before", *AFTER], score_rows(("policy gradient", "reinforce"), steps=(0, 10, 20, 40))),
-        common.markdown(["noise of the gradient, by baseline", "at the start", "later"], noise_rows()),
-        common.markdown([SCORE, *AFTER], zeros),
-        common.markdown(
-            [SCORE, *AFTER], score_rows(("one step", "plain_pg-1step"), ("sixteen steps", "plain_pg-epochs4"))
-        ),
-        common.markdown(["sixteen steps", "largest ratio", "in the median iteration", *AFTER], clip_rows()),
-        common.markdown(["price of a nat", "rise of the score", "KL at the end", "variety of words"], story_rows()),
-        common.markdown([SCORE, *AFTER], score_rows(("whitened", "ppo"), ("not whitened", "ppo-raw"))),
-        common.markdown([SCORE, *AFTER], one_rows()),
-    ]
-
-
 def main():
     script = argparse.ArgumentParser(add_help=False)
     script.add_argument("--at", choices=["first", "last"])
@@ -341,7 +237,6 @@ def main():
     if own.at:
         return train_with_one(own.at, flags)
     commands = {command.__name__: command for command in (tiny, noise, best, kinds, shared)}
-    commands["tables"] = lambda seeds: print("\n\n".join(tables()))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=commands)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
