@@ -28,6 +28,7 @@ COMMON = {
     "report_to": "none",
     "save_strategy": "no",
     "use_cpu": True,
+    "bf16": False,  # TRL's default is True
     "gradient_checkpointing": False,
     "disable_tqdm": True,
     "logging_steps": 10_000,
