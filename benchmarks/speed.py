@@ -26,6 +26,7 @@ have one optimizer, and there is no KL; ours has none here either.
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -38,6 +39,7 @@ import timeit
 from pathlib import Path
 
 import common
+import footprint
 import phases
 import torch
 import variants
@@ -55,8 +57,6 @@ SIZES = {
 }
 SHAPE_20M = {"vocab_size": 32_768, "hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8}
 SHAPE_20M |= {"num_attention_heads": 5, "num_key_value_heads": 5, "tie_word_embeddings": True}
-SHAPE_50M = {"vocab_size": 420, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
-SHAPE_50M |= {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 512}
 SETTING = "size", "forced", "steps"  # of a measurement of iterations
 GROUPED = ["--estimator", "grpo", "--kl-loss-coef", str(BETA), "--kl-reward-coef", "0"]
 SINGLE = ["--kl-reward-coef", str(BETA), "--kl-loss-coef", "0"]
@@ -119,10 +119,7 @@ def never_ending(model, folder):
 
 
 def run_ours(script, flags, task, folder, source=ROOT, processes=2):
-    """[{seconds, rollout, tokens, communication, time/PHASE..} per iteration], peak bytes. The script is in `source`.
-
-    The seconds are from one line of the log to the next: what follows it counts, too.
-    """
+    """What `watch` says of this work, done by a script in `source`."""
     group_size = task["group_size"] if script.startswith("grpo") else 1
     prompts = task["prompts"] * task["group_size"] // group_size
     words = f"--model {task['model']} --dataset {folder}/rows.jsonl --eval-dataset {folder}/rows.jsonl"
@@ -132,20 +129,23 @@ def run_ours(script, flags, task, folder, source=ROOT, processes=2):
     words += f" --microbatch-tokens 1024 --total-iterations {task['iterations']}"
     if group_size > 1:
         words += f" --group-size {group_size}"
-    lines, found = phases.measure(phases.Exchange, source / f"{script}.py", [*words.split(), *flags], processes)
-    return iterations(lines, found), max(process["peak"] for process in found)
+    return watch(source / f"{script}.py", [*words.split(), *flags], processes)
 
 
-def iterations(lines, found):
-    """What a run's log and its processes say of each iteration; the first line is from before training."""
+def watch(path, words, processes=2):
+    """[{seconds, rollout, tokens, communication, time/PHASE..} per iteration], peak bytes.
+
+    The seconds are from one line of the log to the next: what follows it counts, too.
+    """
+    lines, found = phases.measure(phases.Exchange, path, words, processes)
     result = []
-    for i in range(1, len(lines)):
+    for i in range(1, len(lines)):  # the first line is from before training
         row = {"seconds": lines[i]["time/clock"] - lines[i - 1]["time/clock"], "rollout": lines[i]["time/rollout"]}
         row["tokens"] = sum(process["tokens"][i] for process in found)
         waited = statistics.mean(process["collectives"][i] for process in found)
         row["communication"] = waited / lines[i]["time/iteration"]
         result.append(row | {key: value for key, value in lines[i].items() if key.startswith("time/")})
-    return result
+    return result, max(process["peak"] for process in found)
 
 
 def run_peer(python, trainer, folder, processes=2, **task):
@@ -219,7 +219,7 @@ def iteration(args, folder):
 def scaling(args, folder):
     task = make_task(folder, "tiny", iterations=args.iterations)
     for script, flags in ("grpo_llm", GROUPED), ("ppo_llm", SINGLE):
-        runs = {n: lambda n=n: run_ours(script, flags, task, folder, processes=n) for n in (1, 2)}
+        runs = {n: functools.partial(run_ours, script, flags, task, folder, processes=n) for n in (1, 2)}
         take_turns("processes", runs, args, script=script)
 
 
@@ -234,25 +234,22 @@ def ablation(args, folder):
         place = folder / name.replace(" ", "_")
         place.mkdir()
         (place / "grpo_llm.py").write_text(text)
-        runs[name] = lambda place=place: run_ours("grpo_llm", GROUPED, task, folder, place)
+        runs[name] = functools.partial(run_ours, "grpo_llm", GROUPED, task, folder, place)
     take_turns("ablation", runs, args)
 
 
 def sharding(args, folder):
     """With the embedded model and with 50 million random weights. Writes results/sharding/table.md."""
-    common.make_model(folder / "wide", SHAPE_50M)
-    wide = f"--model {folder}/wide --batch-size 16 --minibatch-size 16 --max-response-length 16 --lr 1e-6"
-    wide += f" --critic-lr 1e-6 --microbatch-tokens 1024 --dataset {TINY}/train.jsonl --prompt-suffix="
+    common.make_model(folder / "wide", footprint.DEEP)
+    wide = f"--model {folder}/wide --dataset {TINY}/train.jsonl --eval-dataset {TINY}/test.jsonl --prompt-suffix="
+    wide += " --batch-size 16 --minibatch-size 16 --max-response-length 16 --lr 1e-6 --critic-lr 1e-6"
+    wide += " --microbatch-tokens 1024"
     text = "Seconds of the phases, and the share of an iteration that a process spends in collectives: two processes."
     for title, flags in ("Embedded task", ""), ("50 million parameters", wide):
-
-        def run(way, flags=flags):
-            script, own = WAYS[way]
+        runs = {}
+        for way, (script, own) in WAYS.items():
             words = [*flags.split(), "--total-iterations", args.iterations, *own]
-            lines, found = phases.measure(phases.Exchange, ROOT / f"{script}.py", words, 2)
-            return iterations(lines, found), max(process["peak"] for process in found)
-
-        runs = {way: lambda way=way: run(way) for way in WAYS}
+            runs[way] = functools.partial(watch, ROOT / f"{script}.py", words)
         of = common.grouped(take_turns("sharding", runs, args, model=title), "name")
         columns = "rollout", "logprobs", "values", "actor", "critic", "iteration"
         lines = []
