@@ -315,7 +315,8 @@ def book(args, folder):
     head = ["", "iterations", "iteration, s", "score in the last three", "ours takes, of its time"]
     text = f"`python benchmarks/speed.py book`, in turns, seeds {', '.join(map(str, seeds))}. Without a KL.\n"
     text += "Theirs samples one prompt at a time, and always recomputes activations (commit a66b0bf).\n\n"
-    (RESULTS / "rlhf_book.md").write_text(f"{text}{common.markdown(head, table)}\n")
+    text += common.markdown(head, table) + "\n"
+    (RESULTS / "rlhf_book.md").write_text(text)
     print(text)
 
 
