@@ -5,7 +5,7 @@ import json
 
 import datasets
 import pytest
-from conftest import TINY, each_script, make_tokenizer, read_metrics, read_rows, refusal, toy_rows, write_rows
+from conftest import make_tokenizer, read_metrics, read_rows, refusal, toy_rows, write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -125,15 +125,12 @@ def test_which_split_is_evaluated(algo, tmp_path, training, named, found):
     assert train["question"] == ["train"] and (test and test["question"][0]) == found
 
 
-def test_evaluation_only_scores_every_row_of_the_test_data(toy_run, tmp_path, capsys):
+def test_evaluation_only_takes_every_row_of_the_test_data(toy_run, tmp_path, capsys):
     path = write_rows(tmp_path / "questions.jsonl", toy_rows(5))
-    run_dir, (metrics,) = toy_run(total_iterations=0, eval_dataset=path, eval_rows=512)
+    run_dir, _ = toy_run(total_iterations=0, eval_dataset=path, eval_rows=512)
     assert f"eval       {path}: 5 rows, 5 distinct, 0 left out; the first 5 are evaluated" in capsys.readouterr().out
-    for kind in "", "_sampled":
-        rows = read_rows(run_dir / "completions" / f"eval{kind}_000000.jsonl")
-        assert sorted(row["prompt"] for row in rows) == sorted(row["question"] for row in toy_rows(5))
-        assert metrics[f"eval/score{kind}"] == pytest.approx(sum(row["score"] for row in rows) / 5, abs=1e-6)
-    assert not (run_dir / "final").exists() and not (run_dir / "best").exists()
+    rows = read_rows(run_dir / "completions" / "eval_000000.jsonl")
+    assert sorted(row["prompt"] for row in rows) == sorted(row["question"] for row in toy_rows(5))
 
 
 def test_without_test_data_a_run_says_so_and_trains(toy_run, tmp_path, capsys):
@@ -148,13 +145,19 @@ def test_without_test_data_a_run_says_so_and_trains(toy_run, tmp_path, capsys):
 # --- chat templates --------------------------------------------------------------------------------------------------
 
 
-def test_chats_go_through_the_template_with_one_bos_and_a_generation_prompt(algo, tmp_path):
+@pytest.mark.parametrize(
+    "template, flag, prompt",
+    [
+        (TEMPLATE, None, "<eos2>u#hi\na#yes?\nu#1+1?\na#"),  # which asks for the next turn
+        (TEMPLATE, "none", "hi\nyes?\n1+1?"),
+        (None, None, "hi\nyes?\n1+1?"),
+    ],
+)
+def test_a_chat_becomes_a_prompt_with_one_bos(algo, tmp_path, template, flag, prompt):
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": CHAT, "answer": "2"}])
-    (row,), summary = load(algo, path, tokenizer_with_bos(), prompt_column="prompt")
-    assert summary == f"{path}: 1 rows, 1 distinct, 0 left out"
-    assert row["prompts"] == "<eos2>u#hi\na#yes?\nu#1+1?\na#"
-    assert row["input_ids"] == [2, *make_tokenizer()("u#hi\na#yes?\nu#1+1?\na#")["input_ids"]]
-    assert row["messages"] == CHAT
+    (row,), _ = load(algo, path, tokenizer_with_bos(template), chat_template=flag, prompt_column="prompt")
+    assert row["prompts"] == prompt and row["messages"] == CHAT
+    assert row["input_ids"] == [2, *make_tokenizer()(prompt.removeprefix("<eos2>"))["input_ids"]]
 
 
 REQUEST = """ Let's think step by step and output the final answer after "####"."""
@@ -180,24 +183,6 @@ def test_a_question_asks_for_what_the_reward_looks_for(algo, tmp_path, flags, te
         around = f"u#{text}\na#" if template else text
         assert row["prompts"] == ("<eos2>" + around if template else around)
         assert row["input_ids"] == [2, *make_tokenizer()(around)["input_ids"]]
-
-
-@each_script()
-def test_the_embedded_prompts_are_the_questions(algo, monkeypatch):
-    """As they have always been: asked for "####" the model would score 0.004 in place of 0.308."""
-    monkeypatch.setattr("sys.argv", ["script.py"])
-    args, tokenizer = algo.parse_args(), AutoTokenizer.from_pretrained(TINY / "model")
-    for source, table in zip((args.dataset, args.eval_dataset), algo.read_data(args)):
-        rows, _ = algo.load_prompts(source, table.select(range(100)), args, tokenizer)
-        assert [row["prompts"] for row in rows] == [row["question"] for row in read_rows(source)[:100]]
-
-
-@pytest.mark.parametrize("template, flag", [(TEMPLATE, "none"), (None, None)])
-def test_without_a_template_a_chat_becomes_text_with_one_bos(algo, tmp_path, template, flag):
-    path = write_rows(tmp_path / "train.jsonl", [{"prompt": CHAT, "answer": "2"}])
-    (row,), _ = load(algo, path, tokenizer_with_bos(template), chat_template=flag, prompt_column="prompt")
-    assert row["prompts"] == "hi\nyes?\n1+1?"
-    assert row["input_ids"] == [2, *make_tokenizer()("hi\nyes?\n1+1?")["input_ids"]]
 
 
 def test_a_run_on_verls_parquet_with_a_template_file(toy_run, tmp_path):
@@ -269,37 +254,7 @@ def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
     assert len(rows) == 4
 
 
-@each_script()
-def test_answers_that_become_dates_can_be_written(toy_run, tmp_path):
-    """`datasets` makes dates of texts that all look like one; the completions have them as text."""
-    path = write_rows(tmp_path / "train.jsonl", [{"question": f"q{i}", "answer": f"2021-01-0{i}"} for i in range(1, 9)])
-    run_dir, _ = toy_run(total_iterations=1, dataset=str(path))
-    (file,) = run_dir.glob("completions/step_*.jsonl")
-    assert all(row["answer"].startswith("2021-01-0") for row in read_rows(file))
-
-
-# --- numbers: of responses, see test_math.py -------------------------------------------------------------------------
-
-GOLDS = [
-    ("#### 18", 18),
-    ("1,234,567.8", 1234567.8),
-    ("$-5", -5),
-    ("-$5", -5),
-    ("5 %.", 5),
-    (".5", 0.5),
-    (5, 5),
-    (5.0, 5),
-    ("x #### 3 #### 4", 4),
-    ("5°", 5),
-    ("5 apples", 5),
-    ("**5**", 5),
-    ("$\\boxed{5}$", 5),
-    ("so 5\n#### 5\n", 5),
-    ("  5 ", 5),
-    ("3/4 #### 0.75", 0.75),
-]
-NO_GOLDS = "3/4", "12:30", "1e5", "1,2,3", "5 + 6", "", None, float("nan"), "1234,567", "5 6", "5-"
-NO_GOLDS += "7.5.2", True, 1e-7, "####5####", "x = 5", "$", "."
+# --- reference answers: how numbers may be written, see test_math.py -------------------------------------------------
 
 
 def load_gold(algo, gold):
@@ -309,13 +264,16 @@ def load_gold(algo, gold):
     return row["answers"]
 
 
+GOLDS = [("so #### 18", 18), ("x #### 3 #### 4", 4), ("3/4 #### 0.75", 0.75), ("  1,234 ", 1234), (5, 5), (5.0, 5)]
+
+
 @pytest.mark.parametrize("gold, number", GOLDS)
 def test_a_reference_answer_is_one_number(algo, gold, number):
     responses = [f"#### {number}", f"#### {number + 1}"]
     assert algo.gsm8k(responses, [load_gold(algo, gold)] * 2) == [1, 0]
 
 
-@pytest.mark.parametrize("gold", NO_GOLDS, ids=repr)
+@pytest.mark.parametrize("gold", ["3/4", "x = 5", "####5####", "", None, float("nan"), True, 1e-7], ids=repr)
 def test_what_is_more_than_a_number_is_no_reference_answer(algo, gold):
     """Half of it would be read, 3 of 3/4: right answers would score 0, and wrong ones 1."""
     sentence = f"error: rows, row 1: --reward gsm8k needs one number as the reference answer, not {gold!r}"
@@ -338,49 +296,29 @@ def refused(algo, toy_run, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    "row, flags, missing",
-    [
-        ({"text": "a", "label": "1"}, {}, "question"),
-        ({"question": "a", "label": "1"}, {}, "answer"),
-        ({"question": "a", "answer": "1"}, {"answer_column": "gold"}, "gold"),
-    ],
-)
-def test_a_column_that_is_missing(refused, tmp_path, row, flags, missing):
-    path = write_rows(tmp_path / "rows.jsonl", [row])
-    there = f"--prompt-column, --answer-column (or None): {[*row]}"
-    assert refused(dataset=path, **flags) == f"error: {path} has no column {missing}; {there}"
+NO_COLUMN = " has no column {}; --prompt-column, --answer-column (or None): {}"
+NO_PROMPT = ", row 1: a prompt is a text or a chat of texts that awaits an answer, not {!r}"
+NO_NUMBER = ", row 1: --reward gsm8k needs one number as the reference answer, not '3 of 4 are #### 3/4'"
+REFUSED = [  # a row, flags, what is said of it
+    ({"text": "a", "answer": "1"}, {}, NO_COLUMN.format("prompt", ["text", "answer"])),
+    ({"prompt": "a", "label": "1"}, {}, NO_COLUMN.format("answer", ["prompt", "label"])),
+    ({"prompt": "a", "answer": "1"}, {"answer_column": "gold"}, NO_COLUMN.format("gold", ["prompt", "answer"])),
+    ({"prompt": "how many?", "answer": "3 of 4 are #### 3/4"}, {"reward": "gsm8k"}, NO_NUMBER),
+]
+NO_PROMPTS = [None, 5, [], [*chat("1+1?"), {"role": "user", "content": None}], chat("1+1?", "2")]
+NO_PROMPTS += [[{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}]]  # in parts
+NO_PROMPTS += [[{"from": "human", "value": "1+1?"}]]  # ShareGPT
+REFUSED += [({"prompt": prompt, "answer": "1"}, {}, NO_PROMPT.format(prompt)) for prompt in NO_PROMPTS]
 
 
 @pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
-def test_a_row_without_the_answer_that_the_reward_needs(refused, tmp_path, flag):
-    rows = [*toy_rows(5), {"question": "how many?", "answer": "3 of 4 are #### 3/4"}, *toy_rows(3)]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    line = refused(reward="gsm8k", **{flag: path})
-    shown = "'3 of 4 are #### 3/4'"
-    assert line == f"error: {path}, row 6: --reward gsm8k needs one number as the reference answer, not {shown}"
-
-
-NO_PROMPTS = {
-    "null": None,
-    "a number": 5,
-    "an empty chat": [],
-    "content in parts": [{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}],
-    "a message without a text": [*chat("1+1?"), {"role": "user", "content": None}],
-    "ShareGPT": [{"from": "human", "value": "1+1?"}],
-    "its own answer": chat("1+1?", "2"),
-}
-
-
-@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
-@pytest.mark.parametrize("prompt", NO_PROMPTS.values(), ids=NO_PROMPTS)
-def test_what_is_no_prompt(refused, tmp_path, prompt, flag):
+@pytest.mark.parametrize("row, flags, said", REFUSED)
+def test_rows_that_are_refused(refused, tmp_path, row, flags, said, flag):
     path = str(tmp_path / "rows.parquet")
-    datasets.Dataset.from_list([{"prompt": prompt, "answer": "1"}]).to_parquet(path)
-    other = write_rows(tmp_path / "other.jsonl", [{"prompt": "1+1?", "answer": "2"}])
-    line = refused(prompt_column="prompt", **({"dataset": other, "eval_dataset": other} | {flag: path}))
-    sentence = "a prompt is a text or a chat of texts that awaits an answer, not"
-    assert line == f"error: {path}, row 1: {sentence} {prompt!r}"
+    datasets.Dataset.from_list([row]).to_parquet(path)
+    good = write_rows(tmp_path / "good.jsonl", [{"prompt": "1+1?", "answer": "2", "gold": "2"}])
+    files = {"dataset": good, "eval_dataset": good} | {flag: path}
+    assert refused(prompt_column="prompt", **files, **flags) == f"error: {path}{said}"
 
 
 def test_gsm8k_without_answers(refused, toy_data, monkeypatch, algo):
@@ -389,15 +327,13 @@ def test_gsm8k_without_answers(refused, toy_data, monkeypatch, algo):
     assert line == f"error: {toy_data}, row 1: --reward gsm8k needs one number as the reference answer, not None"
 
 
-@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
 @pytest.mark.parametrize("ending, content", [("jsonl", ""), ("json", "[]\n"), ("parquet", ""), ("csv", "question\n")])
-def test_an_empty_file_ends_the_run(algo, tmp_path, ending, content, flag):
+def test_an_empty_file_ends_the_run(algo, tmp_path, ending, content):
     """In what the library says."""
     path = tmp_path / f"nothing.{ending}"
     path.write_text(content)
-    args = algo.Args(model="none", **{"dataset": write_rows(tmp_path / "rows.jsonl", toy_rows(2)), flag: str(path)})
     with pytest.raises((StopIteration, ValueError)):
-        algo.read_data(args)
+        algo.read_splits(str(path))
 
 
 def test_named_test_data_that_are_not_there(algo, toy_run, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Rewards: the user's file with its neighbours and process pools, what it is given, and what it may do wrong."""
 
+import datetime
 import sys
 from types import SimpleNamespace
 
@@ -67,6 +68,7 @@ def test_a_process_pool_runs_a_function_of_the_reward_file(load, algo, tmp_path,
 
 
 FORKS = """
+import multiprocessing
 import os
 import signal
 import time
@@ -91,6 +93,8 @@ def f(prompts, responses, answers):
         os.kill(early, signal.SIGTERM)
         found.append(died(early))
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.map(len, responses)
     return [sum(found) / len(found)] * len(responses)
 """
 
@@ -106,38 +110,18 @@ def test_what_a_reward_forks_dies_of_sigterm(script, toy_flags, tmp_path):
     assert code == 0 and read_metrics(tmp_path / "run")[1]["reward/mean"] == 1, console
 
 
-POOL_IN_EACH_CALL = """
-import multiprocessing
-
-
-def f(prompts, responses, answers):
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        return [float(length) for length in pool.map(len, responses)]
-"""
-
-
-@pytest.mark.once
-@each_script()
-def test_a_pool_that_a_reward_forks_in_each_call_ends(script, toy_flags, tmp_path):
-    """By SIGTERM, which `main` catches in its own process."""
-    (tmp_path / "reward_by_a_pool.py").write_text(POOL_IN_EACH_CALL)
-    flags = toy_flags | {"reward": f"{tmp_path}/reward_by_a_pool.py:f", "output_dir": tmp_path, "run_name": "run"}
-    code, console = forked(script, flags | {"total_iterations": 6}, 1, timeout=100)
-    assert code == 0 and "stopped early" not in console and len(read_metrics(tmp_path / "run")) == 7, console
-
-
 def test_a_path_may_be_relative_or_linked(algo, tmp_path, monkeypatch):
     """And is found before another file of this name."""
     (tmp_path / "there").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "reward_right_here.py").write_text("raise ImportError")
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "other"), *sys.path])
-    monkeypatch.chdir(tmp_path)
-    for place in ("reward_right_here", "there/reward_further_down", "there/reward_that_is_linked"):
+    for place in "reward_right_here", "there/reward_further_down":
         (tmp_path / f"{place}.py").write_text("def early(): return [1]\n")
     (tmp_path / "here").symlink_to(tmp_path / "there")
-    (tmp_path / "reward_link.py").symlink_to(tmp_path / "there" / "reward_that_is_linked.py")
-    for place in ("reward_right_here", "there/reward_further_down", "here/reward_that_is_linked", "reward_link"):
+    (tmp_path / "reward_link.py").symlink_to(tmp_path / "there" / "reward_further_down.py")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "other"), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    for place in "reward_right_here", "here/reward_further_down", "reward_link":
         assert algo.load_reward(f"{place}.py:early")() == [1]
 
 
@@ -152,10 +136,8 @@ def test_a_reward_by_name_and_one_by_its_file(algo, monkeypatch):
 
 
 def test_columns_are_passed_when_they_are_named(algo):
-    given = []
-
     def plain(prompts, responses, answers):
-        given.append((prompts, [*responses], answers))
+        assert (prompts, responses, answers) == (["p0", "p1"], ["a", "b"], ["0", "1"])
         return [1, 2]
 
     def level(prompts, responses, answers, level):
@@ -169,14 +151,10 @@ def test_columns_are_passed_when_they_are_named(algo):
         return [absent] * len(answers)
 
     def ids(tokens, *, responses):
-        return [len(row) - len(text) for row, text in zip(tokens, responses)]
+        return [len(row) - len(text) for row, text in zip(tokens, responses)]  # 1: the EOS
 
-    assert score(algo, plain, ["a", "b"]) == [1.0, 2.0]
-    assert given == [(["p0", "p1"], ["a", "b"], ["0", "1"])]
-    assert score(algo, ids, ["a", "b"]) == [1, 1]  # the EOS
-    assert score(algo, level, ["a"]) == [0.0] and score(algo, level, ["a", "b"]) == [0.0, 1.0]
-    assert score(algo, messages, ["a", "b"]) == [5.0, 5.0]
-    assert score(algo, hungry, ["a", "b"]) == [5.0, 5.0]
+    for function, scores in (plain, [1, 2]), (level, [0, 1]), (messages, [5, 5]), (hungry, [5, 5]), (ids, [1, 1]):
+        assert score(algo, function, ["a", "b"]) == scores
     assert algo.compute_scores(level, make_tokenizer(), [], []) == ([], [])  # on a rank without rows
 
 
@@ -210,7 +188,6 @@ def test_a_reward_as_trl_has_it_runs_as_it_is(algo):
     assert score(algo, trl_order, ["a", "bcd"]) == [2, 4]
     assert score(algo, trl_chats, ["a", "bcd"], is_chat=True) == [1, 4]
     assert score(algo, trl_reversed, ["a", "bcd"]) == [3, 6]
-    assert score(algo, lambda completions, **kwargs: map(len, completions), ["a", "bcd"]) == [1, 3]
 
 
 @pytest.mark.parametrize("function", [compute_score, lambda completions, answer: [1.0] * 2, lambda p, r, a: [1.0] * 2])
@@ -243,17 +220,18 @@ def test_a_reward_file_named_like_a_module(load, stem):
 
 
 def test_completions_are_sorted_and_written_by_the_main_process_alone(algo, tmp_path):
-    rows, path = [{"prompts": "é", "answers": None}, {"prompts": "a", "answers": "1"}], tmp_path / "completions"
+    """`datasets` makes dates of answers that all look like one; here they are texts again."""
+    rows = [{"prompts": "é", "answers": None}, {"prompts": "a", "answers": datetime.date(2021, 1, 2)}]
+    path = tmp_path / "completions"
     path.mkdir()
     for main in False, True:
         assert not [*path.iterdir()]
         algo.write_completions(tmp_path, "eval", rows, ["x", "y"], [0.0, 1.0], SimpleNamespace(is_main_process=main))
-    lines = '{"prompt": "a", "answer": "1", "response": "y", "score": 1.0}'
+    lines = '{"prompt": "a", "answer": "2021-01-02", "response": "y", "score": 1.0}'
     lines += '\n{"prompt": "é", "answer": null, "response": "x", "score": 0.0}'
     assert (path / "eval.jsonl").read_text() == lines
 
 
-@each_script()
 def test_a_reward_that_changes_its_arguments_changes_no_data(algo):
     """As a judge does that appends the answer to the chat: every response has a copy of its own."""
     chat = [{"role": "user", "content": "hi"}]
@@ -266,7 +244,6 @@ def test_a_reward_that_changes_its_arguments_changes_no_data(algo):
         responses.clear()
         return [0.0, 1.0]
 
-    tokenizer = make_tokenizer()
-    responses = [algo.Response(tokenizer(text)["input_ids"], [], False) for text in ("yes", "no")]
-    texts, scores = algo.compute_scores(judge, tokenizer, [row, row], responses)
-    assert len(chat) == 1 and texts == ["yes", "no"] and scores == [0, 1]
+    answers = [algo.Response(make_tokenizer()(text)["input_ids"], [], False) for text in ("yes", "no")]
+    assert algo.compute_scores(judge, make_tokenizer(), [row, row], answers) == (["yes", "no"], [0, 1])
+    assert len(chat) == 1
