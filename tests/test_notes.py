@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import statistics
-import subprocess
 import sys
 from dataclasses import fields
 
@@ -17,7 +16,7 @@ import pytest
 import ranks
 import refresh
 import torch
-from conftest import ROOT, TOY_REWARD, forked, make_model, toy_rows, write_rows
+from conftest import ROOT, each_script, make_model
 from matplotlib import pyplot
 from PIL import Image
 from safetensors.torch import load_file
@@ -33,6 +32,8 @@ PAGES = [
     ROOT / "benchmarks" / "README.md",
 ]
 GUIDE = ROOT / "notes" / "guide.md"
+RESULTS = ROOT / "benchmarks" / "results"
+read_runs = load_benchmark("plot").read_runs
 FIGURES = sorted((ROOT / "notes" / "figures").glob("*.py"))
 each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 
@@ -40,6 +41,11 @@ each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relativ
 def prose(path):
     """A page without its fenced blocks."""
     return re.sub(r"(?ms)^```.*?^```$", "", path.read_text())
+
+
+def note(stem):
+    """The text of a note."""
+    return (ROOT / "notes" / f"{stem}.md").read_text()
 
 
 @pytest.mark.parametrize("path", NOTES, ids=lambda path: path.stem)
@@ -80,13 +86,11 @@ def test_formulas_survive_github(path):
 
 
 def test_the_table_of_steps_in_chapter_3_is_what_the_runs_say():
-    text = (ROOT / "notes" / "03-clip.md").read_text()
-    rows = re.findall(r"(?m)^\|[^|]*\| `((?:ppo|plain_pg)[\w-]*)` \| (.*) \|$", text)
+    rows = re.findall(r"(?m)^\|[^|]*\| `((?:ppo|plain_pg)[\w-]*)` \| (.*) \|$", note("03-clip"))
     for name, cells in rows:
-        files = sorted((ROOT / "benchmarks" / "results" / "variants" / name).glob("seed_*.csv"))
-        runs = [list(csv.DictReader(file.open())) for file in files]
-        said = [" ".join(f"{float(run[step]['eval/score_sampled']):.2f}" for run in runs) for step in (10, 20, 40)]
-        said.append(f"{max(float(row['actor/approx_kl']) for run in runs for row in run[1:]):.2g}")
+        runs = read_runs(RESULTS / "variants" / name)
+        said = [" ".join(f"{run[step]['eval/score_sampled']:.2f}" for run in runs) for step in (10, 20, 40)]
+        said.append(f"{max(row['actor/approx_kl'] for run in runs for row in run[1:]):.2g}")
         assert cells.split(" | ") == said, name
     assert len(rows) == 6
 
@@ -106,15 +110,10 @@ def test_links_lead_somewhere(path):
 
 
 def test_chapter_1_says_how_far_the_mean_advantage_is_from_zero():
-    shares = []
-    for seed in range(1, 6):
-        rows = list(csv.DictReader((ROOT / "benchmarks" / "results" / "ppo" / f"seed_{seed}.csv").open()))
-        late = [row for row in rows if row["advantage/mean"] and int(row["step"]) >= 4]
-        shares += [abs(float(row["advantage/mean"])) / float(row["advantage/std"]) for row in late]
-    said = (
-        f"it is {statistics.median(shares):.0%} of a standard deviation in the median iteration, and {max(shares):.0%}"
-    )
-    assert said in " ".join((ROOT / "notes" / "01-ppo.md").read_text().split())
+    late = [row for run in read_runs(RESULTS / "ppo") for row in run[4:]]
+    shares = [abs(row["advantage/mean"]) / row["advantage/std"] for row in late]
+    median = f"{statistics.median(shares):.0%} of a standard deviation in the median iteration"
+    assert f"it is {median}, and {max(shares):.0%}" in " ".join(note("01-ppo").split())
 
 
 def test_every_benchmark_has_a_row_of_its_own():
@@ -183,7 +182,7 @@ def test_commands_are_legal():
 
 
 def test_the_guide_says_what_a_short_grace_costs():
-    results = (ROOT / "benchmarks" / "results" / "faults" / "grace.md").read_text()
+    results = (RESULTS / "faults" / "grace.md").read_text()
     rows = re.findall(r"(?m)^\| (\w+)\.py \| (\d+) \| (\d+) s \| (\w+) \| (\d+) \| \d+ s \| yes \|$", results)
     assert len(rows) == 48 and len({script for script, *_ in rows}) == 4
     for moments, *shown in ("rollout or reward", "10", "0", "1"), ("update or checkpoint", "0", "0", "0"):
@@ -192,22 +191,20 @@ def test_the_guide_says_what_a_short_grace_costs():
         assert f"| {moments} | {' | '.join(shown)} |" in GUIDE.read_text()
 
 
-def test_the_guide_merges_an_adapter_without_loss(tmp_path):
+@each_script("grpo_llm")
+def test_the_guide_merges_an_adapter_without_loss(script, toy_flags, tmp_path, monkeypatch):
     """Its own lines, after a short run over a base in bfloat16, in whose steps most of the training would be lost."""
-    base = make_model(tmp_path / "model", "llama")
+    base = make_model(tmp_path / "model")
     AutoModelForCausalLM.from_pretrained(base).bfloat16().save_pretrained(base)
-    (tmp_path / "reward.py").write_text(TOY_REWARD)
-    data = write_rows(tmp_path / "data.jsonl", toy_rows(8))
-    flags = {"model": base, "dataset": data, "reward": f"{tmp_path}/reward.py:early", "lora_rank": 8, "lr": 1e-4}
-    flags |= {"batch_size": 4, "group_size": 4, "minibatch_size": 4, "max_response_length": 10, "total_iterations": 1}
-    flags |= {"save_every": 0, "track": "none", "output_dir": tmp_path / "runs", "run_name": "lora"}
-    code, console = forked(ROOT / "grpo_llm.py", flags, 1)
-    assert code == 0, console
+    flags = toy_flags | {"model": base, "lora_rank": 8, "lr": 1e-4, "total_iterations": 1}
+    algo = load_script(script.stem)
+    algo.main(algo.Args(**flags | {"output_dir": str(tmp_path / "runs"), "run_name": "lora"}))
     blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", GUIDE.read_text())
     (lines,) = (part for part in blocks if "merge_and_unload" in part)
-    subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, check=True)
-    adapter = load_file(tmp_path / "runs/lora/final/adapter_model.safetensors")
-    old, new = (AutoModelForCausalLM.from_pretrained(folder, dtype="float32") for folder in (base, tmp_path / "merged"))
+    monkeypatch.chdir(tmp_path)
+    exec(lines, {})
+    adapter = load_file("runs/lora/final/adapter_model.safetensors")
+    old, new = (AutoModelForCausalLM.from_pretrained(folder, dtype="float32") for folder in (base, "merged"))
     for name in [name for name in adapter if "lora_A" in name]:
         place = name.removeprefix("base_model.model.").replace("lora_A.", "")
         was, now = old.get_parameter(place), new.get_parameter(place)
@@ -215,13 +212,12 @@ def test_the_guide_merges_an_adapter_without_loss(tmp_path):
         torch.testing.assert_close(now, was + trained, rtol=0, atol=1e-7)
         rounded = (was + trained).bfloat16().float()
         assert (rounded == was).float().mean() > 0.5  # what a sum in bfloat16 would leave as it was
-    AutoTokenizer.from_pretrained(tmp_path / "merged")  # so that --model can name the folder
+    AutoTokenizer.from_pretrained("merged")  # so that --model can name the folder
 
 
 def test_the_table_of_broken_runs_is_what_the_runs_say_and_their_commands_are_those_that_were_run():
     """Runs with other flags stand as commands, bugs and what they are compared with as rows of the table."""
-    text, symptoms = (ROOT / "notes" / "09-debugging.md").read_text(), load_benchmark("symptoms")
-    text = re.sub(r" \\\n +", " ", text)
+    text, symptoms = re.sub(r" \\\n +", " ", note("09-debugging")), load_benchmark("symptoms")
     for name, command in symptoms.SYMPTOMS.items():
         assert f"python {command}\n" in text or f"**{name}**" in text or name == "ppo-seed-6", name
     assert {path.stem for path in (symptoms.RESULTS / "symptoms").glob("*.csv")} == symptoms.SYMPTOMS.keys()
@@ -231,52 +227,44 @@ def test_the_table_of_broken_runs_is_what_the_runs_say_and_their_commands_are_th
         assert " ".join(part.split()) in " ".join(text.split())
 
 
-def test_every_metric_of_a_run_is_in_the_debugging_note():
-    text = (ROOT / "notes" / "09-debugging.md").read_text()
-    scripts = "".join((ROOT / f"{script}.py").read_text() for script in CEILINGS)
-    kinds = "reward|advantage|actor|critic|kl|response|group|rollout|time|memory|eval"
-    names = {"eval/score_sampled", *re.findall(rf'"((?:{kinds})/\w+)"', scripts)}
-    assert len(names) >= 26 and [name for name in sorted(names) if f"`{name}`" not in text] == []
-    assert set(re.findall(r"(?m)^\| `(\w+/\w+)` \|", text)) <= names  # and its table has no other
-
-
-def test_the_usual_ranges_in_the_debugging_note_are_those_of_the_default_runs():
-    """Lowest and highest of all iterations of five seeds."""
+def test_the_table_of_metrics_in_the_debugging_note():
+    """It has every metric, and the lowest and highest number of all iterations of five default runs."""
 
     def usual(name, metric):
-        files = (ROOT / "benchmarks" / "results" / name).glob("seed_*.csv")
-        found = [float(row[metric]) for file in files for row in csv.DictReader(file.open()) if row.get(metric)]
+        found = [row[metric] for run in read_runs(RESULTS / name) for row in run if metric in row]
         digits = 4 if metric == "actor/ratio_mean" else 2
         low, high = (f"{end(found):.{digits}g}" for end in (min, max)) if found else ("", "")
         return low if low == high else f"{low}…{high}"
 
-    text = (ROOT / "notes" / "09-debugging.md").read_text()
-    rows = re.findall(r"(?m)^\| `(\S+/\S+)` \| (.*?) \| (.*?) \| .* \|$", text)
-    assert len(rows) == 23
+    rows = re.findall(r"(?m)^\| `(\S+/\S+)` \| (.*?) \| (.*?) \| .* \|$", note("09-debugging"))
     assert [row for row in rows if (usual("ppo", row[0]), usual("grpo", row[0])) != row[1:]] == []
+    scripts = "".join((ROOT / f"{script}.py").read_text() for script in CEILINGS)
+    kinds = "reward|advantage|actor|critic|kl|response|group|rollout|time|memory|eval"
+    names = {"eval/score_sampled", *re.findall(rf'"((?:{kinds})/\w+)"', scripts)}
+    assert len(names) >= 26 and [name for name in sorted(names) if f"`{name}`" not in note("09-debugging")] == []
+    assert len(rows) == 23 and {name for name, *_ in rows} <= names
 
 
 def test_the_experiments_of_the_path_are_the_committed_runs():
     """Scores of the last evaluations, and groups that agree in the first three iterations."""
-    text = (ROOT / "notes" / "10-learning-path.md").read_text()
+    text = note("10-learning-path")
     shown = re.findall(r"(?m)^\| `([\w-]+)`(?:, n = \d)? \| (\d) \| (.*?) \| (.*?) \| (.*?) \| (.*?) ?\|$", text)
     assert [name for name, *_ in shown] == ["ppo", "grpo", "grpo-n2", "grpo-n4"]
     for name, count, *cells, agree in shown:
-        files = (ROOT / "benchmarks" / "results" / name).glob("seed_*.csv")
-        seeds = [list(csv.DictReader(file.open())) for file in files]
-        scores = [[float(row["eval/score_sampled"]) for row in rows if row["eval/score_sampled"]][-1] for rows in seeds]
-        assert int(count) == len(seeds)
-        assert cells == [f"{score:.3f}" for score in (sum(scores) / len(seeds), min(scores), max(scores))]
+        runs = read_runs(RESULTS / name)
+        scores = [run[-1]["eval/score_sampled"] for run in runs]
+        assert int(count) == len(runs)
+        assert cells == [f"{score:.3f}" for score in (statistics.mean(scores), min(scores), max(scores))]
         if agree:
-            first = [float(row["group/zero_std_frac"]) for rows in seeds for row in rows[1:4]]
-            assert agree == f"{sum(first) / len(first):.2f}"
+            first = [row["group/zero_std_frac"] for run in runs for row in run[1:4]]
+            assert agree == f"{statistics.mean(first):.2f}"
 
 
 def test_the_tables_of_the_hacked_verifier_are_the_committed_runs():
-    text = (ROOT / "notes" / "08-rewards-and-data.md").read_text()
+    text = note("08-rewards-and-data")
 
     def rows(name):
-        return list(csv.DictReader((ROOT / "benchmarks" / "results" / "real" / f"{name}.csv").open()))
+        return list(csv.DictReader((RESULTS / "real" / f"{name}.csv").open()))
 
     names = "step", "reward/mean", "kl/mean", "actor/entropy", "response/truncated_frac", "eval/score"
     for step in (0, 1, 4, 5, 7, 10):
@@ -312,7 +300,7 @@ def test_figures_are_what_their_scripts_draw(path, monkeypatch, tmp_path):
 
 
 def test_the_first_memory_table_of_chapter_14_follows_from_its_formulas():
-    rows = re.findall(r"(?m)^\| (Qwen\S+) \| (.*) \|$", (ROOT / "notes" / "14-memory.md").read_text())[:2]
+    rows = re.findall(r"(?m)^\| (Qwen\S+) \| (.*) \|$", note("14-memory"))[:2]
     for name, cells in rows:
         shape = memory.SHAPES[name]
         actor, critic = (memory.count(shape, critic) for critic in (False, True))

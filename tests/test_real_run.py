@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+import datasets
 import memory
 import pytest
 import torch
@@ -123,6 +124,15 @@ def test_the_table_explains_the_flags_of_the_command(clone):
         assert "the default" not in why or getattr(args, name) == getattr(type(args)("x"), name), flag
 
 
+def forecast(script, processes, args):
+    """(shape of a run's model, terms of notes/memory.py)."""
+    shape = memory.SHAPES[args.model.removeprefix("Qwen/").removesuffix("-Instruct")]
+    options = {"critic": False, "sharded": "fsdp" in script, "checkpointing": args.gradient_checkpointing}
+    options |= {"lora_rank": args.lora_rank, "tokens": args.microbatch_tokens}
+    options |= {"rows": min(args.rollout_batch_size, args.batch_size * args.group_size // processes)}
+    return shape, memory.budget(shape, processes, **options)
+
+
 def test_figures_of_memory_are_computed(clone):
     """By notes/memory.py; vLLM brings its weights, in bfloat16 with an output head of their own, and its cache."""
     text = " ".join(PAGE.split())
@@ -132,10 +142,7 @@ def test_figures_of_memory_are_computed(clone):
     for name, card, shown in rows:
         script, processes, _ = RUNS[name]
         args = parse(name, clone)
-        shape = memory.SHAPES[args.model.removeprefix("Qwen/").removesuffix("-Instruct")]
-        options = {"critic": False, "sharded": "fsdp" in script, "checkpointing": args.gradient_checkpointing}
-        options |= {"rows": min(args.rollout_batch_size, args.batch_size * args.group_size // processes)}
-        terms = memory.budget(shape, processes, tokens=args.microbatch_tokens, **options)
+        shape, terms = forecast(script, processes, args)
         size = terms["update"] + engine[shape] + args.cache_gib * 2**30 if "vllm" in script else terms["peak"]
         assert f"{size / 1e9:.1f}" == shown and size <= 0.9e9 * float(card), name
     half, whole = memory.SHAPES["Qwen2.5-0.5B"], memory.SHAPES["Qwen2.5-1.5B"]
@@ -149,24 +156,16 @@ def test_figures_of_memory_are_computed(clone):
 
 
 def test_the_memory_that_the_readme_forecasts_is_computed():
+    """Of its real run on other cards; a cell names the flags that are added, or another script."""
     text = (ROOT / "README.md").read_text()
-    start = shlex.split(
-        re.search(r"(?s)accelerate launch grpo_llm.py (--model Qwen.*?)\n```", text)[1].replace("\\\n", " ")
-    )
-    number = {"one": 1, "two": 2, "four": 4}
+    start = re.search(r"(?s)accelerate launch grpo_llm.py --model \S+ (.*?)\n```", text)[1].replace("\\\n", " ")
     found = re.findall(r"(?m)^\| (\S+) \| (\w+) of (\d+) GB \| (.+) \| (\S+) GB \|$", text)
     for model, cards, card, what, shown in found:
-        script, *words = what.strip("`").split() if "py" in what else ["grpo_llm.py", *start[4:]]
-        known = {word: words[i + 1] if i + 1 < len(words) else "" for i, word in enumerate(words)}
-        assert known.keys() >= {word for word in words if word.startswith("--")}
-        options = {"sharded": "fsdp" in script, "checkpointing": "--gradient-checkpointing" in words, "critic": False}
-        options |= {
-            "lora_rank": int(known.get("--lora-rank", 0)),
-            "tokens": int(known.get("--microbatch-tokens", 2048)),
-        }
-        options |= {"rows": min(int(known.get("--rollout-batch-size", 128)), 256 // number[cards])}
-        peak = memory.budget(memory.SHAPES[model.removesuffix("-Instruct")], number[cards], **options)["peak"]
-        assert f"{peak / 1e9:.1f}" == shown and peak <= 0.9e9 * float(card), model
+        processes = {"one": 1, "two": 2, "four": 4}[cards]
+        script, _, flags = what.strip("`").partition(" ") if "py" in what else ("grpo_llm.py", "", start)
+        args = check_flags("grpo_llm", f"--model Qwen/{model} {flags}", processes)
+        _, terms = forecast(script, processes, args)
+        assert f"{terms['peak'] / 1e9:.1f}" == shown and terms["peak"] <= 0.9e9 * float(card), model
     assert len(found) == 4
 
 
@@ -189,11 +188,12 @@ def test_commands_run(name, done, inputs):
 
 
 @pytest.mark.parametrize("number, mark, times", [(0, "->", 3), (1, " | ", 6), (2, "", 1)])
-def test_python_of_the_page_runs(number, mark, times, done, clone, toy_data):
-    """As it stands, but for the data, which are not fetched."""
+def test_python_of_the_page_runs(number, mark, times, done, clone, toy_data, monkeypatch, capsys):
+    """As it stands, but for the data, which are not fetched, and with fewer tokens."""
     done("gsm8k" if number == 2 else "look")
-    local = f"import datasets\ndatasets.load_dataset = lambda *names: datasets.load_from_disk({toy_data!r})\n"
-    words = [sys.executable, "-c", local + PYTHON[number]]
-    said = subprocess.run(words, cwd=clone, check=True, stdout=subprocess.PIPE, text=True).stdout
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names: datasets.load_from_disk(toy_data))
+    monkeypatch.chdir(clone)
+    exec(PYTHON[number].replace("max_new_tokens=512", "max_new_tokens=20"), {})
+    said = capsys.readouterr().out
     assert said.strip() and said.count(mark) >= times
-    assert number != 2 or repr(load_script(ROOT / "grpo_llm.py").GSM8K_REQUEST) in words[2]  # it asks as the training
+    assert number != 2 or repr(load_script(ROOT / "grpo_llm.py").GSM8K_REQUEST) in PYTHON[2]  # it asks as the training

@@ -153,14 +153,15 @@ def test_what_has_a_name_is_complete_and_what_has_none_does_not_disturb(algo, to
     assert {path.name for path in run_dir.iterdir()} == {path.name for path in unbroken.iterdir()}
 
 
-@pytest.mark.parametrize("left, steps", [(4, [0, 1, 2, 3, 4]), (3.5, [0, 1, 2, 3, 4]), (2, [0, 1, 3, 4]), (0, [3, 4])])
-def test_lines_after_the_checkpoint_go_and_lines_that_are_missing_stay_missing(toy_run, left, steps):
-    """The checkpoint is that of iteration 2, and iteration 3 was logged, wholly or half. left: lines of the file."""
+@pytest.mark.parametrize(
+    "whole, torn, steps", [(4, 0, [0, 1, 2, 3, 4]), (3, 20, [0, 1, 2, 3, 4]), (2, 0, [0, 1, 3, 4]), (0, 0, [3, 4])]
+)
+def test_lines_after_the_checkpoint_go_and_lines_that_are_missing_stay_missing(toy_run, whole, torn, steps):
+    """The checkpoint is of iteration 2; the file has so many whole lines, and so many bytes of the next one."""
     run_dir, _ = toy_run(total_iterations=3, save_every=2, run_name="run")
     file = run_dir / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
-    torn = lines[3][:20] if left == 3.5 else ""
-    file.write_text("".join(lines[: int(left)]) + torn)
+    file.write_text("".join(lines[:whole]) + "".join(lines[whole:])[:torn])
     _, metrics = toy_run(total_iterations=4, run_name="run", resume=True)
     assert [m["step"] for m in metrics] == steps
 
@@ -172,7 +173,7 @@ class Code:
         return print, ("code of a checkpoint ran",)
 
 
-@each_script()
+@each_script("ppo_llm", "ppo_llm_fsdp")
 def test_code_in_a_checkpoint_is_not_run(toy_run, capsys):
     run_dir, _ = toy_run(total_iterations=1, save_every=1, run_name="run")
     (file,) = run_dir.glob("checkpoints/**/*.pt")
@@ -252,15 +253,15 @@ def interrupted(folder, signals=(), call=2):
 
 
 @each_script()
-@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
-def test_one_signal_finishes_the_iteration_and_saves(algo, toy_run, tmp_path, capsys, first):
-    run_dir, metrics = toy_run(reward=interrupted(tmp_path, [first]), **THREE)
+def test_one_signal_finishes_the_iteration_and_saves(algo, toy_run, tmp_path, capsys):
+    run_dir, metrics = toy_run(reward=interrupted(tmp_path, ["SIGTERM"]), **THREE)
     assert [m["step"] for m in metrics] == [0, 1, 2]
     assert checkpoints_of(run_dir) == [checkpoint(algo, 1), checkpoint(algo, 2)]
     assert f"\n{STOPPED.format('run')}\n" in capsys.readouterr().out
     assert not (run_dir / "final").exists()
 
 
+@pytest.mark.once
 @each_script()
 @pytest.mark.parametrize(
     "signals, call, steps", [(["SIGINT"], 1, []), (["SIGINT"] * 2, 4, [0, 1]), (["SIGINT", "SIGTERM"], 4, [0, 1])]
