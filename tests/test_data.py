@@ -1,7 +1,6 @@
 """Prompts from every format people have, chat templates, lengths, test data, awkward numbers, and what is refused."""
 
-import gzip
-import json
+import re
 
 import datasets
 import pytest
@@ -48,38 +47,41 @@ FORMATS = {  # name: (row, flags, prompt, answer)
     "TRL chat": ({"prompt": CHAT, "solution": 2}, TRLS, "hi\nyes?\n1+1?", 2),
     "no answers": ({"question": "one", "answer": "2"}, {"reward": "r.py:f", "answer_column": None}, "one", None),
 }
-ENDINGS = "json", "parquet", "csv", "folder", "folder of splits"
+ENDINGS = "json", "jsonl.gz", "parquet", "csv", "tsv", "folder", "folder of splits", "folder from the hub"
 CASES = [(name, "jsonl") for name in FORMATS] + [("GSM8K raw", ending) for ending in ENDINGS] + [("verl", "parquet")]
 
 
-def save(folder, row, ending):
-    """Two rows of training data; path."""
-    path, table = folder / f"train.{ending}", datasets.Dataset.from_list([row, row])
-    if ending == "folder":
-        table.save_to_disk(path)
+def save(path, row, ending):
+    """Two rows of training data."""
+    table = datasets.Dataset.from_list([row, row])
+    if ending == "folder from the hub":
+        path.mkdir()
+        (path / "README.md").write_text("---\nlicense: mit\n---\nQuestions.\n")
+        table.to_parquet(path / "train-00000-of-00001.parquet")
     elif ending == "folder of splits":
-        datasets.DatasetDict(train=table, test=datasets.Dataset.from_list([row])).save_to_disk(path)
-    elif ending == "json":
-        path.write_text(json.dumps([row, row]))
-    elif ending == "jsonl":
-        write_rows(path, [row, row])
+        datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(path)
+    elif ending == "folder":
+        table.save_to_disk(path)
+    elif ending == "parquet":
+        table.to_parquet(path)
+    elif "json" in ending:
+        table.to_json(path, lines=ending != "json")
     else:
-        getattr(table, f"to_{ending}")(path)
-    return path
+        table.to_csv(path, sep={"csv": ",", "tsv": "\t"}[ending])
 
 
 @pytest.mark.parametrize("name, ending", CASES)
-def test_formats(algo, tmp_path, name, ending):
+def test_formats(algo, tmp_path, monkeypatch, name, ending):
     row, flags, prompt, answer = FORMATS[name]
-    path = save(tmp_path, row, ending)
-    rows, summary = load(algo, path, prompt_suffix="", **flags)
-    assert summary == f"{path}: 2 rows, 1 distinct, 0 left out" and len(rows) == 2
+    path = tmp_path / f"train.{ending}"
+    save(path, row, ending)
     asked = row[flags.get("prompt_column", "question")]
-    messages = chat(asked) if isinstance(asked, str) else asked
-    for found in rows:
-        ids, is_chat = make_tokenizer()(prompt)["input_ids"], isinstance(asked, list)
-        told = {"prompts": prompt, "messages": messages, "answers": answer, "input_ids": ids, "is_chat": is_chat}
-        assert found == row | told
+    told = {"prompts": prompt, "messages": chat(asked) if isinstance(asked, str) else asked, "answers": answer}
+    told |= {"input_ids": make_tokenizer()(prompt)["input_ids"], "is_chat": isinstance(asked, list)}
+    monkeypatch.chdir(tmp_path)
+    for source in path, path.name:
+        rows, summary = load(algo, source, prompt_suffix="", **flags)
+        assert summary == f"{source}: 2 rows, 1 distinct, 0 left out" and rows == [row | told] * 2
 
 
 @pytest.mark.parametrize("source, asked", [("a/b", ("a/b",)), ("a/b:main", ("a/b", "main"))])
@@ -185,21 +187,11 @@ def test_a_question_asks_for_what_the_reward_looks_for(algo, tmp_path, flags, te
         assert row["input_ids"] == [2, *make_tokenizer()(around)["input_ids"]]
 
 
-def test_a_run_on_verls_parquet_with_a_template_file(toy_run, tmp_path):
-    """The file's template makes the prompts, stands before a reward that asks for columns, and is saved."""
-    rows = [VERL | {"prompt": chat(f"say {i}"), "reward_model": {"ground_truth": str(i)}} for i in range(8)]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
+def test_the_template_of_a_file_makes_the_prompts_and_is_saved(toy_run, tmp_path):
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    (tmp_path / "reward_on_chats.py").write_text(
-        "def f(prompts, responses, answers, messages, data_source, extra_info):\n"
-        "    assert all(p == 'u#' + m[0]['content'] + '\\na#' for p, m in zip(prompts, messages))\n"
-        "    assert all(m[0]['content'] == f'say {a}' for m, a in zip(messages, answers))\n"
-        "    assert set(data_source) == {'x'} and extra_info[0]['split'] == 'train'\n"
-        "    return [float(a) for a in answers]\n"
-    )
-    flags = VERLS | {"dataset": f"{tmp_path}/train.parquet", "reward": f"{tmp_path}/reward_on_chats.py:f"}
-    run_dir, metrics = toy_run(chat_template=f"{tmp_path}/chat.jinja", total_iterations=1, batch_size=8, **flags)
-    assert metrics[1]["reward/mean"] == 3.5  # one epoch: the answers 0 to 7
+    run_dir, _ = toy_run(chat_template=f"{tmp_path}/chat.jinja", total_iterations=1)
+    rows = read_rows(run_dir / "completions" / "step_000001.jsonl")
+    assert rows and all(re.fullmatch(r"u#what is .*\na#", row["prompt"]) for row in rows)
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "final")
     assert tokenizer.apply_chat_template(chat("hi"), tokenize=False, add_generation_prompt=True) == "u#hi\na#"
 
@@ -220,24 +212,6 @@ def test_an_eos_that_the_tokenizer_appends_to_a_prompt_goes(algo, tmp_path):
     assert tokenizer("1")["input_ids"][-1] == tokenizer.eos_token_id == 1
     (row,), _ = load(algo, path, tokenizer, prompt_suffix="")
     assert row["input_ids"] == make_tokenizer()("1+1?")["input_ids"]
-
-
-@pytest.mark.parametrize("name", ["train.jsonl.gz", "train.tsv", "a folder from the hub"])
-def test_what_datasets_reads_is_read(algo, tmp_path, name, monkeypatch):
-    rows, path = toy_rows(3), tmp_path / name
-    if name.endswith("hub"):
-        (path / "data").mkdir(parents=True)
-        (path / "README.md").write_text("---\nlicense: mit\n---\nQuestions.\n")
-        datasets.Dataset.from_list(rows).to_parquet(path / "data" / "train-00000-of-00001.parquet")
-    elif name.endswith("gz"):
-        with gzip.open(path, "wt") as file:
-            file.write("\n".join(map(json.dumps, rows)))
-    else:
-        path.write_text("\n".join(["question\tanswer", *("\t".join(row.values()) for row in rows)]))
-    monkeypatch.chdir(tmp_path)
-    for source in path, name:
-        found, _ = load(algo, source, reward="r.py:f")
-        assert [row["prompts"] for row in found] == [row["question"] for row in rows]
 
 
 def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
@@ -343,15 +317,20 @@ def test_named_test_data_that_are_not_there(algo, toy_run, tmp_path, monkeypatch
     assert not (tmp_path / "runs").exists()
 
 
-def test_no_prompt_within_the_limit(refused, toy_data):
-    sentence = "every prompt is empty or has more than 5 tokens (--max-prompt-length)"
-    assert refused(max_prompt_length=5) == f"error: {toy_data}: {sentence}"
+REWARD = "is neither gsm8k nor path/to/file.py:function, or another module is called "
 
 
-@pytest.mark.parametrize("reward", ["exact", "rewards:f", "nowhere/rewards.py:f"])
-def test_a_reward_that_is_unknown(refused, reward):
-    sentence = f"error: --reward {reward} is neither gsm8k nor path/to/file.py:function, or another module is called "
-    assert refused(reward=reward).startswith(sentence)
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ({"max_prompt_length": 5}, "{}: every prompt is empty or has more than 5 tokens (--max-prompt-length)"),
+        ({"reward": "exact"}, f"--reward exact {REWARD}"),
+        ({"reward": "rewards:f"}, f"--reward rewards:f {REWARD}"),
+        ({"reward": "nowhere/rewards.py:f"}, f"--reward nowhere/rewards.py:f {REWARD}"),
+    ],
+)
+def test_flags_that_are_refused(refused, toy_data, flags, said):
+    assert refused(**flags).startswith(f"error: {said.format(toy_data)}")
 
 
 # --- real data -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    GenerationConfig,
 )
 
 pytestmark = copies("ppo_llm", "grpo_llm")  # the sharded script samples and loads with the ranks of a group
@@ -346,25 +345,6 @@ def test_a_response_does_not_depend_on_the_rows_beside_it(algo, model, spy):
         for response, i in zip(found, part):
             assert response.ids == together[i].ids and response.truncated == together[i].truncated
             assert response.logprobs == pytest.approx(together[i].logprobs, abs=2e-5)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_frequencies_are_the_softmax_whatever_the_generation_config_says(algo, tmp_path, temperature):
-    folder = make_model(tmp_path)
-    options = {"do_sample": True, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "temperature": 0.1}
-    GenerationConfig(**options, eos_token_id=EOS2, pad_token_id=0, max_new_tokens=1).save_pretrained(folder)
-    model = algo.load_model(folder, AutoModelForCausalLM)
-    assert model.generation_config.top_k == 1
-    (prompt,), rows = prompts_of(6), 2000
-    uniforms = (torch.arange(rows, dtype=torch.float64)[:, None] + 0.5) / rows  # even noise: counts have no variance
-    eos_ids = algo.collect_eos_ids(model, make_tokenizer())
-    responses = sample(algo, model, [prompt] * rows, uniforms, eos_ids, temperature)
-    counts = torch.tensor([response.ids[0] for response in responses]).bincount(minlength=VOCAB)
-    probs = (plain_logits(model, prompt)[-1] / temperature).softmax(-1)
-    assert (counts - rows * probs).abs().max() < 1.01 and counts.count_nonzero() > 5
-    assert eos_ids == [EOS, EOS2]
-    for response in responses:  # either EOS id ends a response
-        assert response.truncated == (response.ids[0] not in eos_ids)
 
 
 # --- to_batch, pack, forward_all -------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ MULTIPLE = "--minibatch-size must be a multiple of --group-size x 1 processes th
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ({"minibatch_size": 5}, MULTIPLE),  # would split a group
+        ({"minibatch_size": 1}, MULTIPLE),  # would split a group
         ({"batch_size": 5}, MULTIPLE),
         ({"group_size": 1, "batch_size": 8}, "--estimator grpo compares responses to one prompt: --group-size must be"),
     ],

@@ -77,14 +77,11 @@ def listing(folder):
 
 
 @each_script()
-def test_a_finished_run_stays_as_it_is_and_an_older_checkpoint_leads_there_too(algo, toy_run):
-    flags = {"total_iterations": 4, "save_every": 2, "run_name": "run"}
+def test_a_finished_run_stays_as_it_is(toy_run):
+    flags = {"save_every": 2, "run_name": "run"}
     run_dir, before = toy_run(**flags)
     weights = weights_in(run_dir, "final")
-    for name in None, checkpoint(algo, 4):
-        if name:
-            remove(run_dir / "checkpoints" / name)
-        assert untimed(toy_run(resume=True, **flags)[1]) == untimed(before) and weights_in(run_dir, "final") == weights
+    assert toy_run(resume=True, **flags)[1] == before and weights_in(run_dir, "final") == weights != {}
 
 
 def test_to_resume_a_run_needs_its_name(algo, tmp_path):
