@@ -138,10 +138,11 @@ def test_evaluation_only_takes_every_row_of_the_test_data(toy_run, tmp_path, cap
 def test_without_test_data_a_run_says_so_and_trains(toy_run, tmp_path, capsys):
     write_rows(tmp_path / "test.jsonl", toy_rows(8))  # a file beside the training file is not guessed
     path = write_rows(tmp_path / "train.jsonl", toy_rows(8))
-    _, metrics = toy_run(dataset=path, eval_dataset=None, eval_rows=512, total_iterations=1)
+    run_dir, metrics = toy_run(dataset=path, eval_dataset=None, eval_rows=512, total_iterations=1)
     line = "eval       no test data (--eval-dataset); the first 0 are evaluated"
     assert capsys.readouterr().out.count(line) == 1
-    assert [m["step"] for m in metrics] == [0, 1] and not any("eval/score" in m for m in metrics)
+    assert metrics[0] == {"step": 0} and not any(name.startswith("eval/") for name in metrics[1])
+    assert [path.name for path in run_dir.glob("completions/*")] == ["step_000001.jsonl"]
 
 
 # --- chat templates --------------------------------------------------------------------------------------------------

@@ -98,30 +98,21 @@ def test_gradient_checkpointing_changes_no_result(algo, toy_run, spy):
 # ------------------------------------------------------------------------------------------- evaluation and files
 
 
-def test_evaluation_scores_every_chosen_row_once(toy_run, spy, algo):
-    """Greedily and at temperature 1, whatever that of training is."""
+def test_evaluations_and_the_completions_that_are_kept(toy_run, spy, algo):
+    """Every chosen row is answered greedily and at temperature 1, whatever that of training is. What the policy writes
+    in training is kept whenever an evaluation is due: reward hacking shows there first."""
     calls = spy(algo, "generate")
-    run_dir, metrics = toy_run(eval_rows=5, total_iterations=4, eval_every=2, temperature=0.5)
-    assert [args[4] for args, _ in calls] == [0, 1, 0.5, 0.5, 0, 1, 0.5, 0.5, 0, 1]
-    assert torch.equal(calls[1][0][2], calls[9][0][2])  # with the same noise each time
-    assert [("eval/score" in m) for m in metrics] == [True, False, True, False, True]
-    for kind in "", "_sampled":
-        rows = read_rows(run_dir / "completions" / f"eval{kind}_000004.jsonl")
-        assert len(rows) == 5 == len({row["prompt"] for row in rows})
-        columns = "prompt", "answer", "response", "score"
-        assert all(tuple(row) == columns and row["answer"].startswith("####") for row in rows)
-        assert metrics[-1][f"eval/score{kind}"] == pytest.approx(sum(row["score"] for row in rows) / 5, abs=1e-6)
-
-
-def test_what_the_policy_writes_in_training_is_kept_without_evaluation(toy_run):
-    """Whenever one would be due: reward hacking shows there first."""
-    run_dir, metrics = toy_run(total_iterations=3, eval_every=2, eval_rows=0)
-    assert sorted(path.name for path in run_dir.glob("completions/*")) == ["step_000002.jsonl", "step_000003.jsonl"]
-    for step in (2, 3):
-        rows = read_rows(run_dir / f"completions/step_{step:06d}.jsonl")
-        assert len(rows) == 8 and all(row.keys() == {"prompt", "answer", "response", "score"} for row in rows)
-        assert sum(row["score"] for row in rows) / 8 == pytest.approx(metrics[step]["reward/mean"], abs=1e-6)
-    assert metrics[0] == {"step": 0} and not any(name.startswith("eval/") for m in metrics for name in m)
+    run_dir, metrics = toy_run(eval_rows=5, total_iterations=3, eval_every=2, temperature=0.5)
+    assert [args[4] for args, _ in calls] == [0, 1, 0.5, 0.5, 0, 1, 0.5, 0, 1]
+    assert torch.equal(calls[1][0][2], calls[8][0][2])  # with the same noise each time
+    assert [("eval/score" in m) for m in metrics] == [True, False, True, True]
+    kinds = ("eval", "eval/score", 5), ("eval_sampled", "eval/score_sampled", 5), ("step", "reward/mean", 8)
+    for name, score, number in kinds:
+        rows = read_rows(run_dir / "completions" / f"{name}_000003.jsonl")
+        assert len(rows) == number == len({row["prompt"] for row in rows})
+        assert all(tuple(row) == ("prompt", "answer", "response", "score") for row in rows)
+        assert metrics[3][score] == pytest.approx(sum(row["score"] for row in rows) / number, abs=1e-6)
+    assert sorted(path.name for path in run_dir.glob("completions/step*")) == ["step_000002.jsonl", "step_000003.jsonl"]
 
 
 @each_script()
