@@ -27,14 +27,12 @@ def tokenizer_with_bos(template=TEMPLATE):
     return tokenizer
 
 
-def load(algo, source, tokenizer=None, split="train", **flags):
-    """The rows of a split of --dataset, and the sentence about them."""
+def load(algo, source, tokenizer=None, **flags):
+    """The training rows of --dataset, and the sentence about them."""
     args = algo.Args(model="none", dataset=str(source), **flags)
-    tables = dict(zip(("train", "test"), algo.read_data(args)))
-    return algo.load_prompts(str(source), tables[split], args, tokenizer or make_tokenizer())
+    table, _ = algo.read_data(args)
+    return algo.load_prompts(str(source), table, args, tokenizer or make_tokenizer())
 
-
-# --- formats ---------------------------------------------------------------------------------------------------------
 
 CHAT = chat("hi", "yes?", "1+1?")
 VERL = {"data_source": "x", "ability": "math", "extra_info": {"split": "train", "index": 0}}
@@ -97,9 +95,6 @@ def test_hub_ids_with_and_without_configuration(algo, monkeypatch, source, asked
     assert (train["question"], test["question"]) == (["train?"], ["test?"]) and calls == [(asked, {})]
 
 
-# --- test data -------------------------------------------------------------------------------------------------------
-
-
 def saved(folder, splits):
     """A folder with these splits, each of a row that says which it is."""
     tables = {split: datasets.Dataset.from_list([{"question": split, "answer": "1"}]) for split in splits}
@@ -143,9 +138,6 @@ def test_without_test_data_a_run_says_so_and_trains(toy_run, tmp_path, capsys):
     assert capsys.readouterr().out.count(line) == 1
     assert metrics[0] == {"step": 0} and not any(name.startswith("eval/") for name in metrics[1])
     assert [path.name for path in run_dir.glob("completions/*")] == ["step_000001.jsonl"]
-
-
-# --- chat templates --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,9 +221,7 @@ def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
     assert len(rows) == 4
 
 
-# --- reference answers: how numbers may be written, see test_math.py -------------------------------------------------
-
-
+# How numbers may be written: test_math.py.
 def load_gold(algo, gold):
     """The answer of the only row, as `gsm8k` gets it."""
     table = datasets.Dataset.from_list([{"question": "1+1?", "answer": gold}])
@@ -253,9 +243,6 @@ def test_what_is_more_than_a_number_is_no_reference_answer(algo, gold):
     """Half of it would be read, 3 of 3/4: right answers would score 0, and wrong ones 1."""
     sentence = f"error: rows, row 1: --reward gsm8k needs one number as the reference answer, not {gold!r}"
     assert refusal(lambda: load_gold(algo, gold)) == sentence
-
-
-# --- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -332,9 +319,6 @@ REWARD = "is neither gsm8k nor path/to/file.py:function, or another module is ca
 )
 def test_flags_that_are_refused(refused, toy_data, flags, said):
     assert refused(**flags).startswith(f"error: {said.format(toy_data)}")
-
-
-# --- real data -------------------------------------------------------------------------------------------------------
 
 
 def word_tokenizer():

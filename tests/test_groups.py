@@ -19,8 +19,6 @@ def advantages(scores, group_size, estimator):
     return grpo.group_advantages(torch.tensor(scores, dtype=torch.float64), group_size, estimator)
 
 
-# ------------------------------------------------------------------------------------------------------- estimators
-
 ROOT_HALF, W = math.sqrt(0.5), math.sqrt(2.5 / 3)  # W: unbiased std of .5, -.5, 1, -1
 PAIR = 1e-4 / (ROOT_HALF * 2e-4 + 1e-6)
 GOLDEN = [  # worked out by hand
@@ -59,8 +57,6 @@ def test_which_groups_are_constant():
     assert grpo.constant_groups(triples, 3).tolist() == [False, True]
 
 
-# --------------------------------------------------------------------------------------------------------- sampling
-
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16], [9, 10]]
 
 
@@ -84,9 +80,6 @@ def test_only_equal_neighbours_share_a_row(model, spy):  # noqa: F811
     seen = spy(model, "forward", lambda inputs, **options: inputs.tolist())
     grpo.generate(model, [[5], [5, 6], [5, 6], [6, 5], [5]], noise(5, 1), [1], 1.0)
     assert seen == [[[0, 5], [5, 6], [6, 5], [0, 5]]]
-
-
-# --------------------------------------------------------------------------------------------------------- the loop
 
 
 def test_a_group_shares_one_prefill_and_has_noise_of_its_own(toy_run, spy):

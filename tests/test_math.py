@@ -12,8 +12,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import ROOT, copies
-from ranks import load_script
+from conftest import copies
 
 B, T, MAX_LENGTH = 6, 7, 10
 MODES = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
@@ -149,35 +148,23 @@ def test_gae(algo, case, gamma, lam):
         close(returns[i, case.mask[i]], a + double(v[:n]))
 
 
-# --- KL
-
-
-def k3(d):
-    """exp(-d) - 1 + d, and its tangent where -d is beyond 5."""
+def kl(kind, d):
+    """Value and slope of an estimate where d = log pi - log pi_ref; where -d is beyond 5, k3 is its tangent."""
+    if kind == "k1":
+        return d, 1
+    if kind == "k2":
+        return d * d / 2, d
     x = min(-d, 5)
-    return math.exp(x) - x - 1 + (math.exp(5) - 1) * (-d - x)
+    return math.exp(x) - x - 1 + (math.exp(5) - 1) * (-d - x), 1 - math.exp(x)
 
 
-# kind -> (value, gradient) as functions of d
-KL = {
-    "k1": (lambda d: d, lambda d: 1),
-    "k2": (lambda d: d * d / 2, lambda d: d),
-    "k3": (k3, lambda d: 1 - math.exp(min(-d, 5))),
-}
-
-
-@pytest.mark.parametrize("kind", KL)
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_kl_far_apart(algo, kind):
     """A clamp at 5, 10 or 20 would flatten k3 (no pull back) or, of x alone, turn its gradient round; exp overflows."""
-    value, grad = KL[kind]
-    for size in 1.0, 4.9, 5.1, 9.0, 11.0, 21.0, 100.0:
-        d = double([size, -size])
-        close(algo.kl_penalty(d, torch.zeros_like(d), kind), [value(size), value(-size)])
-        grads = gradient(lambda x: algo.kl_penalty(x, torch.zeros_like(x), kind), d)
-        close(grads, [grad(size), grad(-size)])
-
-
-# --- losses
+    for d in 1.0, 4.9, 5.1, 9.0, 11.0, 21.0, 100.0, -1.0, -4.9, -5.1, -9.0, -11.0, -21.0, -100.0:
+        value, slope = kl(kind, d)
+        close(algo.kl_penalty(double(d), double(0.0), kind), value)
+        close(gradient(lambda x: algo.kl_penalty(x, double(0.0), kind), double(d)), slope)
 
 
 @pytest.mark.parametrize("clips", [(0.2, 0.2), (0.2, 0.6), (0.6, 0.1)])
@@ -205,13 +192,6 @@ def test_policy_loss_far_apart(algo):
     close(losses, [-2.4, 2 * math.exp(20), -2 * math.exp(-20), 1.6])
     assert clipped.tolist() == [True, False, False, True]
     assert gradient(lambda x: algo.policy_loss(x, *args)[0], new).tolist() == [0] * 4
-
-
-@copies("ppo_llm", "ppo_llm_fsdp")
-def test_value_loss(algo):
-    values, returns = double([[1.0, -2.0]]), double([[0.5, 1.0]])
-    close(algo.value_loss(values, returns), [[0.125, 4.5]])
-    close(gradient(lambda x: algo.value_loss(x, returns), values), [[0.5, -3]])
 
 
 def weight(case, mode, i):
@@ -243,9 +223,6 @@ def test_aggregate_shares_add_up(algo, case, mode):
         assert (gradient(lambda x: algo.aggregate(x, empty, mode, *counts), losses) == 0).all()
 
 
-# --- sampling
-
-
 @pytest.mark.parametrize("temperature", [1, 0.5])
 def test_sample_tokens(algo, temperature):
     """Every row uses its own logits and uniform, and temperature 0 takes the likeliest token."""
@@ -274,8 +251,6 @@ def test_sample_tokens_extremes(algo):
     tokens, _ = algo.sample_tokens(logits.expand(8, -1), uniforms, 1.0)
     assert tokens.tolist() == list(range(1, 9))
 
-
-# --- rewards
 
 NUMBERS = {
     5: "#### 5|####5|a\n####\n5\n|#### +5|#### 5.0|#### 5.|#### 5,|#### 5 apples|#### 5 %.|#### 005|5 #### 7 #### 5\n9"
@@ -313,12 +288,3 @@ def test_gsm8k(algo):
     answers = ["2 + 3 = 5\n#### 5"] * 4 + ["no number", "#### .10"]
     scores = algo.gsm8k(responses, answers)
     assert scores == [1, 1, 0, 0, 0, 1] and all(isinstance(score, float) for score in scores)
-
-
-def test_exact():
-    """A reward file's, since no script has it. What `datasets` made of a CSV's 5, no model writes."""
-    exact = load_script(ROOT / "benchmarks" / "rewards.py").exact
-    assert exact([""] * 5, [" yes\n", "Yes", "", "5", "yes no"], ["yes", "yes", "yes", 5, "yes"]) == [1, 0, 0, 1, 0]
-    for gold in 5.0, True, None:
-        with pytest.raises(TypeError, match=f"answer {gold}"):
-            exact(["", ""], ["5", "5"], ["5", gold])

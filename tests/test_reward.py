@@ -36,8 +36,6 @@ def score(algo, reward_function, texts, is_chat=False):
     return scores
 
 
-# --- the user's file -------------------------------------------------------------------------------------------------
-
 POOL = """
 import multiprocessing
 import os
@@ -126,13 +124,14 @@ def test_a_path_may_be_relative_or_linked(algo, tmp_path, monkeypatch):
 
 
 def test_a_reward_by_name_and_one_by_its_file(algo, monkeypatch):
+    """`exact` compares texts and whole numbers. It refuses what no model would write, such as 5.0."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert algo.load_reward("gsm8k") is algo.gsm8k
     exact = algo.load_reward(f"{ROOT}/benchmarks/rewards.py:exact")
-    assert score(algo, exact, ["0", "0"]) == [1, 0]
-
-
-# --- what it is given ------------------------------------------------------------------------------------------------
+    assert exact([""] * 5, [" yes\n", "Yes", "", "5", "yes no"], ["yes", "yes", "yes", 5, "yes"]) == [1, 0, 0, 1, 0]
+    for gold in 5.0, True, None:
+        with pytest.raises(TypeError, match=f"answer {gold}"):
+            exact(["", ""], ["5", "5"], ["5", gold])
 
 
 def test_columns_are_passed_when_they_are_named(algo):
@@ -197,9 +196,6 @@ def test_what_a_reward_asks_for_must_be_there(algo, function):
         score(algo, function, ["a", "b"])
 
 
-# --- what it may do wrong --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scores", [[1.0, float("nan"), 0.0], [1.0, 0.0, float("-inf")], [0.123456789] * 1000, []])
 def test_scores_that_are_refused(algo, scores):
     """Shown shortened."""
@@ -214,9 +210,6 @@ def test_a_reward_file_named_like_a_module(load, stem):
     sentence = refusal(lambda: load(stem, "def f(prompts, responses, answers): return [1.0] * len(prompts)\n"))
     assert sentence.startswith("error: --reward ") and sentence.endswith(f"or another module is called {stem}")
     assert sys.modules[stem] is known
-
-
-# --- what is kept of it ----------------------------------------------------------------------------------------------
 
 
 def test_completions_are_sorted_and_written_by_the_main_process_alone(algo, tmp_path):
