@@ -81,16 +81,6 @@ def sample(algo, model, prompts, uniforms, eos_ids=(EOS,), temperature=1.0):
     return algo.generate(model, prompts, uniforms, list(eos_ids), temperature)
 
 
-def as_tuple(output):
-    """What a Policy or a Critic gives: (logprobs, entropy) or (values,)."""
-    return output if isinstance(output, tuple) else (output,)
-
-
-def plain_logits(model, ids):
-    with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0]
-
-
 # --- Policy ----------------------------------------------------------------------------------------------------------
 
 
@@ -99,7 +89,7 @@ def test_logprobs_equal_bare_prefixes(algo, model, temperature):
     tokens, mask = make_batch(algo)
     logprobs, entropy = algo.Policy(model, temperature)(tokens, mask)
     for i, t in mask.nonzero().tolist():
-        expected = (plain_logits(model, tokens[i, : t + 1].tolist())[-1] / temperature).log_softmax(-1)
+        expected = (model(tokens[i : i + 1, : t + 1]).logits[0, -1] / temperature).log_softmax(-1)
         assert logprobs[i, t].item() == pytest.approx(expected[tokens[i, t + 1]].item(), abs=2e-5)
         assert entropy[i, t].item() == pytest.approx(-(expected.exp() * expected).sum().item(), abs=2e-5)
     assert logprobs.dtype == entropy.dtype == torch.float32 and mask.sum() == 17
@@ -155,15 +145,16 @@ def test_dropout_of_the_checkpoint_is_off_in_train_mode(algo, tmp_path, folder):
 @copies("ppo_llm")
 def test_bfloat16_autocast_returns_float32(algo, model, critic):
     """The passes are in bfloat16, what comes out is float32 and has more digits than bfloat16."""
-    tokens, mask = make_batch(algo)
-    policy = algo.Policy(model, 1.0)
-    for module in policy, critic:
-        exact = module(tokens, mask)
-        with torch.autocast("cpu", torch.bfloat16):
-            found = module(tokens, mask)
-        for x, y in zip(as_tuple(found), as_tuple(exact)):
-            assert x.dtype == torch.float32 and not torch.equal(x, y) and (x - y).abs().max() < 0.3
-            assert (x.bfloat16().float() != x)[mask].float().mean() > 0.5
+    batch, policy = make_batch(algo), algo.Policy(model, 1.0)
+
+    def passes():
+        return *policy(*batch), critic(*batch)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = passes()
+    for x, exact in zip(found, passes()):
+        assert x.dtype == torch.float32 and not torch.equal(x, exact) and (x - exact).abs().max() < 0.3
+        assert (x.bfloat16().float() != x)[batch[1]].float().mean() > 0.5
 
 
 # --- Critic ----------------------------------------------------------------------------------------------------------

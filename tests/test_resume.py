@@ -250,8 +250,9 @@ def interrupted(folder, signals=(), call=2):
 
 
 @each_script()
-def test_one_signal_finishes_the_iteration_and_saves(algo, toy_run, tmp_path, capsys):
-    run_dir, metrics = toy_run(reward=interrupted(tmp_path, ["SIGTERM"]), **THREE)
+def test_sigterm_finishes_the_iteration_and_saves(algo, toy_run, tmp_path, capsys):
+    """However often it comes."""
+    run_dir, metrics = toy_run(reward=interrupted(tmp_path, ["SIGTERM", "SIGTERM"]), **THREE)
     assert [m["step"] for m in metrics] == [0, 1, 2]
     assert checkpoints_of(run_dir) == [checkpoint(algo, 1), checkpoint(algo, 2)]
     assert f"\n{STOPPED.format('run')}\n" in capsys.readouterr().out
