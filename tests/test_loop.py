@@ -75,9 +75,6 @@ def test_every_parameter_group_gets_the_rate(toy_run, monkeypatch):
         assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(1e-3 * 2 / 3)] * 2
 
 
-# ------------------------------------------------------------------------------------------------------- every flag
-
-
 @each_script()
 def test_every_flag_is_set_in_a_test(algo):
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))

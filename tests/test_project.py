@@ -315,8 +315,7 @@ def test_results_in_the_readme_are_those_of_the_committed_runs():
     sentence = "sampled score rises from {:.2f} to {:.3f}, the greedy one from {:.3f} to {:.3f}".format(*means)
     assert sentence in " ".join(readme().split())
     # The example: greedy answers of seed 1, without the line break.
-    lines = (results / "ppo-two" / "completions.jsonl").read_text().splitlines()
-    first, *_, last = [json.loads(line) for line in lines]
+    first, *_, last = read_rows(results / "ppo-two" / "completions.jsonl")
     before, after = [" ".join(row["response"].split()) for row in (first, last)]
     assert (first["iteration"], last["iteration"]) == (0, 40)
     text = " ".join((ROOT / "notes" / "web" / "home.md").read_text().replace("> ", "").split())
@@ -324,8 +323,8 @@ def test_results_in_the_readme_are_those_of_the_committed_runs():
     assert re.search(f"(?i)before: `{re.escape(before)}`.* after: `{re.escape(after)}`", text)
     # That of the real model: the first of the ten answers that are kept of its first seed.
     for when, said in ("before", "10 + 35 = 50"), ("after", "10 + 35 = 45"):
-        line = (results / "real" / f"additions-1-{when}.jsonl").read_text().splitlines()[0]
-        assert json.loads(line)["response"] == said and f'"{said}"' in readme()
+        row = read_rows(results / "real" / f"additions-1-{when}.jsonl")[0]
+        assert row["response"] == said and f'"{said}"' in readme()
 
 
 def test_what_the_notes_say_of_the_story_runs_is_so():
