@@ -110,6 +110,8 @@ def test_evaluations_and_the_completions_that_are_kept(toy_run, spy, algo):
         assert all(tuple(row) == ("prompt", "answer", "response", "score") for row in rows)
         assert metrics[3][score] == pytest.approx(sum(row["score"] for row in rows) / number, abs=1e-6)
     assert sorted(path.name for path in run_dir.glob("completions/step*")) == ["step_000002.jsonl", "step_000003.jsonl"]
+    run_dir, _ = toy_run(eval_every=1, eval_rows=0)  # without an evaluation, too
+    assert sorted(path.name for path in run_dir.glob("completions/*")) == ["step_000001.jsonl", "step_000002.jsonl"]
 
 
 @each_script()
