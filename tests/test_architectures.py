@@ -22,15 +22,10 @@ APART = {
     "zamba2": "the decoding step of its Mamba layers, 1e-4 for one row alone as well",
     "nemotron_h": "the same, 3e-5",
 }
-# Why a family cannot be trained, in the words of the table.
-REFUSED = {
-    "mamba": "refused: sampler and training pass differ",
-    "mamba2": "refused: sampler and training pass differ",
-    "minimax": "refused: has a cache of its own",
-    "recurrent_gemma": "refused: sampler and training pass differ",
-}
-LORA_REFUSED = {"llama4_text": "AttributeError"} | REFUSED
-SHARDED_REFUSED = dict.fromkeys(("mamba", "zamba2"), "RuntimeError: [rank")  # by fully_shard
+# Why a family cannot be trained.
+DIFFER = "sampler and training pass differ"
+REFUSED = {"mamba": DIFFER, "mamba2": DIFFER, "recurrent_gemma": DIFFER, "minimax": "cache of its own"}
+SHARDED_REFUSED = REFUSED | dict.fromkeys(("mamba", "zamba2"), "RuntimeError")  # by fully_shard
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in families.FAMILIES if name not in CHOSEN]
 
 
@@ -48,26 +43,36 @@ def folder_of(tmp_path_factory):
     return make
 
 
+def batch():
+    """Tokens of two rows, and a mask of all but the last."""
+    tokens = torch.randint(9, 300, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(12) < 11
+    return tokens, mask.expand_as(tokens)
+
+
+def change_config(folder, **changes):
+    """Of the model in the folder, and of the part of it that reads text."""
+    config = json.loads((folder / "config.json").read_text())
+    for part in config, config.get("text_config", {}):
+        part.update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize("name", [*CHOSEN, *SLOW])
 def test_a_family_is_right_or_refused(name, folder_of):
-    slow = name not in CHOSEN
-    columns = [column for column in families.MODES if slow or column in ("GRPO", "PPO")]
+    columns = ("GRPO", "PPO") if name in CHOSEN else families.MODES
     found = families.try_family(name, folder_of(name), columns)
-    alike, total = found.pop("greedy").partition("/")[::2]
     assert float(found.pop("pass")) < 2e-5 or name in APART or name in REFUSED, found
+    alike, _, total = found.pop("greedy").partition("/")
     assert alike == total or name in REFUSED, (alike, total)
+    assert found.pop("reload") == ("-" if name in REFUSED else "yes")
     for column, value in found.items():
-        refused = (LORA_REFUSED if "LoRA" in column else REFUSED).get(name)
-        if column == "sharded" and name in SHARDED_REFUSED:
-            refused = SHARDED_REFUSED[name]
-        if column == "reload":
-            assert value == ("-" if refused else "yes")
-        elif refused:
-            assert value.startswith(refused), (column, value)
+        refused = SHARDED_REFUSED if column == "sharded" else REFUSED
+        float32 = 1e-3 if name in APART else 2e-5 if name.startswith("qwen3_5") else 1e-5
+        if name in refused:
+            assert refused[name] in value, (column, value)
         else:
-            float32 = 1e-3 if name in APART else 2e-5 if name.startswith("qwen3_5") else 1e-5
-            most = 0.1 if column == "bfloat16" else float32
-            assert float(value) < most, (column, value)
+            assert float(value) < (0.1 if column == "bfloat16" else float32), (column, value)
 
 
 TOWERS = ["llama", "gemma3", "qwen3_5", "llama4_text", "opt"]  # what stands beside a decoder, or has it elsewhere
@@ -77,19 +82,18 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in families.FAMILI
 @pytest.mark.parametrize("name", [*TOWERS, *OTHERS])
 def test_what_takes_part_is_trained(algo, name, folder_of):
     """What gets a gradient from text, when everything may have one, is what is trained, and a critic's head."""
-    makers = [lambda folder: (algo.load_model(folder, AutoModelForCausalLM), algo.Policy, 1.0)]
+    folder = str(folder_of(name))
+    policy = algo.load_model(folder, AutoModelForCausalLM)
+    wrapped = [(policy, algo.Policy(policy, 1.0))]
     if hasattr(algo, "load_critic"):
-        makers.append(lambda folder: (algo.load_critic(folder, 0), algo.Critic))
-    tokens = torch.randint(9, 300, (2, 12), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    mask[:, -1] = False
-    for make in makers:
-        model, wrapper, *rest = make(str(folder_of(name)))
+        critic = algo.load_critic(folder, 0)
+        wrapped.append((critic, algo.Critic(critic)))
+    for model, wrapper in wrapped:
         trained = set(algo.trained_parameters(model))
-        if wrapper is not algo.Policy:
+        if model is not policy:
             torch.nn.init.normal_(model.score.weight)  # at zero, nothing behind it would get a gradient
         model.requires_grad_(True)
-        output = wrapper(model, *rest)(tokens, mask)
+        output = wrapper(*batch())
         (output[0] if isinstance(output, tuple) else output).sum().backward()
         takes_part = {key for key, p in model.named_parameters() if p.grad is not None}
         assert len(takes_part) > 2
@@ -99,13 +103,9 @@ def test_what_takes_part_is_trained(algo, name, folder_of):
 def test_two_passes_of_training_are_the_same(algo, folder_of, tmp_path):
     """Without dropout, and without the noise that some routers add while they train."""
     shutil.copytree(folder_of("mixtral"), tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    config |= {"router_jitter_noise": 0.5, "attention_dropout": 0.5}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    change_config(tmp_path / "model", router_jitter_noise=0.5, attention_dropout=0.5)
     policy = algo.Policy(algo.load_model(str(tmp_path / "model"), AutoModelForCausalLM), 1.0).train()
-    tokens = torch.randint(9, 300, (2, 12), generator=torch.Generator().manual_seed(1))
-    mask = torch.arange(12) < 11
-    first, second = (policy(tokens, mask.expand_as(tokens))[0] for _ in range(2))
+    first, second = (policy(*batch())[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
@@ -120,19 +120,17 @@ class Bent(LlamaForCausalLM):
 
 def test_logits_are_those_of_the_model_whatever_it_does_to_them(algo, folder_of):
     model = Bent.from_pretrained(folder_of("llama")).eval()
-    tokens = torch.randint(9, 300, (2, 12), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    mask[:, -1] = False
+    tokens, mask = batch()
     policy = algo.Policy(model, 1.0)
     policy.chunk_elements = 420 * 5
     logprobs, _ = policy(tokens, mask)
     expected = model(tokens).logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
     assert (logprobs[:, :-1] - expected).abs().max() < 1e-5
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
-    gradients = [
-        torch.autograd.grad((found * weights).sum(), list(model.parameters())) for found in (logprobs[:, :-1], expected)
-    ]
-    assert all(torch.allclose(a, b, atol=1e-4, rtol=1e-3) for a, b in zip(*gradients))
+    parameters = list(model.parameters())
+    ours = torch.autograd.grad((logprobs[:, :-1] * weights).sum(), parameters)
+    theirs = torch.autograd.grad((expected * weights).sum(), parameters)
+    assert all(torch.allclose(a, b, atol=1e-4, rtol=1e-3) for a, b in zip(ours, theirs))
 
 
 def test_a_window_ends(algo, folder_of):
@@ -157,13 +155,9 @@ def tower(weights):
 def test_what_reads_images_is_saved_unchanged(script, folder_of, toy_flags, tmp_path):
     """One process and two agree, though no pass uses it."""
     folder = tmp_path / "model"
-    name = "gemma3"
-    families.make_model(name, folder)
+    families.make_model("gemma3", folder)
     make_tokenizer().save_pretrained(folder)  # that of the toy data
-    config = json.loads((folder / "config.json").read_text())
-    for part in config, config["text_config"]:
-        part["eos_token_id"] = 1
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, eos_token_id=1)
     flags = toy_flags | {"model": str(folder), "output_dir": tmp_path, "total_iterations": 2}
     runs = []
     for processes in (1, 2) if script.stem != "ppo_llm_fsdp" else (2,):

@@ -1,7 +1,6 @@
 """Which families of language models work? A tiny random model of each goes through the scripts; the result is a table.
 
-    python benchmarks/campaigns/families.py make DIR [NAME ...]      only the models, as folders
-    python benchmarks/campaigns/families.py run DIR [NAME ...]       makes what is missing, tries each, prints the table
+    python benchmarks/campaigns/families.py [NAME ...]       tries each of these, or all, and prints the table
 
 Every model is as small as its configuration allows, with at least one layer of each kind, and with norms and biases
 that are not 0 or 1. The columns, in float32 unless they say otherwise:
@@ -14,19 +13,15 @@ that are not 0 or 1. The columns, in float32 unless they say otherwise:
     bfloat16    the difference between sampler and training pass with --dtype bfloat16, GRPO
     sharded     PPO by ppo_llm_fsdp.py on two processes
 
-A word instead of a number says what stopped the family.
+Words instead of a number say what stopped the family.
 """
 
 import argparse
 import contextlib
-import importlib.util
+import importlib
 import io
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 import torch
@@ -35,7 +30,11 @@ from accelerate.state import AcceleratorState
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from common import ROOT, TINY, launcher, read_lines
+import common
+from common import ROOT, TINY
+
+import grpo_llm
+import ppo_llm
 
 VOCABULARY = 420  # of the embedded model's tokenizer
 EOS = [1, *range(300, 350)]  # so many that random responses end
@@ -78,122 +77,72 @@ NEMOTRON = HEADS | ROUTED | {"layers_block_type": ["mamba", "attention", "moe", 
 NEMOTRON |= {"mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8, "chunk_size": 16, "num_experts_per_tok": 2}
 NEMOTRON = {k: v for k, v in NEMOTRON.items() if k != "num_hidden_layers"}
 JAMBA = GROUPED | EXPERTS | {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
+DEEPSEEK = BASE | GROUP_ROUTED | LATENT | {"num_key_value_heads": 4, "initializer_range": 0.2, "n_group": 2}
+GRANITE_HYBRID = GROUPED | MAMBA | LOCAL_EXPERTS | SCALED
+GRANITE_HYBRID |= {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16}
+LLAMA4 = {"num_hidden_layers": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2}
+LLAMA4 |= {"attention_chunk_size": 16, "no_rope_layer_interval": 2}
+QWEN_IMAGES = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+QWEN3_NEXT = {"shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"]}
+RECURRENT = {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"], "lru_width": 32}
+RECURRENT |= {"attention_window_size": 8, "w_init_variance_scale": 1.0}
 
-# name: (model type, configuration). A name that is not a type is a second configuration of it.
-FAMILIES = {
-    "apertus": ("apertus", GROUPED),
-    "bamba": ("bamba", GROUPED | MAMBA | {"attn_layer_indices": [1]}),
-    "bitnet": ("bitnet", GROUPED),
-    "bloom": ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}),
-    "cohere2": ("cohere2", GROUPED | SLIDING | {"logit_scale": 0.0625}),
-    "cohere2, unscaled": ("cohere2", GROUPED | SLIDING | {"logit_scale": 1.0}),
-    "deepseek_v3": (
-        "deepseek_v3",
-        BASE | GROUP_ROUTED | LATENT | {"num_key_value_heads": 4, "initializer_range": 0.2, "n_group": 2},
-    ),
-    "ernie4_5": ("ernie4_5", HEADS),
-    "exaone4": ("exaone4", GROUPED | SLIDING | {"sliding_window_pattern": 2}),
-    "falcon": ("falcon", FALCON),
-    "falcon, alibi": ("falcon", FALCON | {"alibi": True}),
-    "falcon_h1": ("falcon_h1", GROUPED | MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 1.0}),
-    "falcon_h1, scaled": ("falcon_h1", GROUPED | MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.04}),
-    "gemma2": ("gemma2", HEADS | SLIDING | {"initializer_range": 1.0}),
-    "gemma3": ("gemma3", {"text_config": GEMMA3, "vision_config": GEMMA_EYES, "mm_tokens_per_image": 4}),
-    "gemma3_text": ("gemma3_text", GEMMA3),
-    "gemma3n_text": (
-        "gemma3n_text",
-        GEMMA4 | {"num_kv_shared_layers": 0, "laurel_rank": 4, "activation_sparsity_pattern": [0.0, 0.0]},
-    ),
-    "gemma4_text": ("gemma4_text", GEMMA4 | {"initializer_range": 1.0, "final_logit_softcapping": 30.0}),
-    "gemma4_text, no cap": ("gemma4_text", GEMMA4 | {"final_logit_softcapping": None}),
-    "gemma4_text, shared": ("gemma4_text", GEMMA4 | LONG_GEMMA4 | {"final_logit_softcapping": None}),
-    "glm4": ("glm4", HEADS),
-    "glm4_moe": ("glm4_moe", HEADS | GROUP_ROUTED | {"n_group": 1}),
-    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "initializer_range": 0.2}),
-    "gpt_neox": ("gpt_neox", BASE | {"rotary_pct": 0.5, "max_position_embeddings": 512, "initializer_range": 0.2}),
-    "gpt_oss": ("gpt_oss", HEADS | LOCAL_EXPERTS | SLIDING),
-    "granite": ("granite", GROUPED | SCALED | {"logits_scaling": 8.0}),
-    "granite, unscaled": ("granite", GROUPED | SCALED | {"logits_scaling": 1.0}),
-    "granitemoehybrid": (
-        "granitemoehybrid",
-        GROUPED
-        | MAMBA
-        | LOCAL_EXPERTS
-        | SCALED
-        | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16},
-    ),
-    "granitemoehybrid, scaled": (
-        "granitemoehybrid",
-        GROUPED
-        | MAMBA
-        | LOCAL_EXPERTS
-        | SCALED
-        | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16, "logits_scaling": 6.0},
-    ),
-    "helium": ("helium", HEADS),
-    "hunyuan_v1_dense": ("hunyuan_v1_dense", HEADS),
-    "jamba": ("jamba", JAMBA | {"mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}),
-    "kimi_linear": (
-        "kimi_linear",
-        HEADS | LOCAL_EXPERTS | KIMI | {"layer_types": ["linear_attention", "full_attention"]},
-    ),
-    "lfm2": ("lfm2", GROUPED | {"layer_types": ["conv", "full_attention"]}),
-    "lfm2_moe": ("lfm2_moe", GROUPED | EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
-    "lfm3": (
-        "lfm3",
-        HEADS
-        | {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 8},
-    ),
-    "llama": ("llama", GROUPED),
-    "llama4_text": (
-        "llama4_text",
-        HEADS
-        | LOCAL_EXPERTS
-        | {"num_hidden_layers": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2}
-        | {"attention_chunk_size": 16, "no_rope_layer_interval": 2},
-    ),
-    "mamba": ("mamba", STATE),
-    "mamba2": ("mamba2", STATE | {"num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 16}),
-    "minimax": ("minimax", HEADS | LOCAL_EXPERTS | {"layer_types": ["linear_attention", "full_attention"]}),
-    "ministral": ("ministral", HEADS | SLIDING),
-    "ministral3": ("ministral3", HEADS | {"sliding_window": None, "rope_parameters": YARN}),
-    "mistral": ("mistral", GROUPED | {"sliding_window": 8}),
-    "mixtral": ("mixtral", GROUPED | LOCAL_EXPERTS),
-    "nanochat": ("nanochat", GROUPED | {"initializer_range": 1.0, "final_logit_softcapping": 15.0}),
-    "nanochat, no cap": ("nanochat", GROUPED | {"final_logit_softcapping": None}),
-    "nemotron_h": ("nemotron_h", NEMOTRON | {"moe_shared_expert_intermediate_size": 16}),
-    "olmo2": ("olmo2", GROUPED),
-    "olmo3": ("olmo3", GROUPED | SLIDING),
-    "opt": ("opt", OPT),
-    "opt, as 350m": ("opt", OPT | {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
-    "phi": ("phi", GROUPED),
-    "phi3": ("phi3", GROUPED | {"original_max_position_embeddings": 512, "sliding_window": 8}),
-    "qwen2": ("qwen2", GROUPED),
-    "qwen3": ("qwen3", HEADS),
-    "qwen3_5": (
-        "qwen3_5",
-        {"text_config": QWEN3_5, "vision_config": QWEN_EYES, "image_token_id": 5, "video_token_id": 6}
-        | {"vision_start_token_id": 7, "vision_end_token_id": 8},
-    ),
-    "qwen3_5_text": ("qwen3_5_text", QWEN3_5),
-    "qwen3_moe": ("qwen3_moe", HEADS | EXPERTS),
-    "qwen3_next": (
-        "qwen3_next",
-        HEADS
-        | EXPERTS
-        | LINEAR
-        | {"shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"]},
-    ),
-    "recurrent_gemma": (
-        "recurrent_gemma",
-        HEADS
-        | {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"], "lru_width": 32}
-        | {"attention_window_size": 8, "w_init_variance_scale": 1.0},
-    ),
-    "seed_oss": ("seed_oss", HEADS),
-    "smollm3": ("smollm3", GROUPED | {"num_hidden_layers": 4}),
-    "stablelm": ("stablelm", GROUPED),
-    "zamba2": ("zamba2", ZAMBA | {"chunk_size": 16, "mamba_headdim": 16}),
+# {name: configuration}. What is before a comma is the model type: some types have a second configuration.
+FAMILIES = dict.fromkeys(["apertus", "bitnet", "llama", "olmo2", "phi", "qwen2", "stablelm"], GROUPED)
+FAMILIES |= dict.fromkeys(["ernie4_5", "glm4", "helium", "hunyuan_v1_dense", "qwen3", "seed_oss"], HEADS)
+FAMILIES |= {
+    "bamba": GROUPED | MAMBA | {"attn_layer_indices": [1]},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2},
+    "cohere2": GROUPED | SLIDING | {"logit_scale": 0.0625},
+    "cohere2, unscaled": GROUPED | SLIDING | {"logit_scale": 1.0},
+    "deepseek_v3": DEEPSEEK,
+    "exaone4": GROUPED | SLIDING | {"sliding_window_pattern": 2},
+    "falcon": FALCON,
+    "falcon, alibi": FALCON | {"alibi": True},
+    "falcon_h1": GROUPED | MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 1.0},
+    "falcon_h1, scaled": GROUPED | MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.04},
+    "gemma2": HEADS | SLIDING | {"initializer_range": 1.0},
+    "gemma3": {"text_config": GEMMA3, "vision_config": GEMMA_EYES, "mm_tokens_per_image": 4},
+    "gemma3_text": GEMMA3,
+    "gemma3n_text": GEMMA4 | {"num_kv_shared_layers": 0, "laurel_rank": 4, "activation_sparsity_pattern": [0.0, 0.0]},
+    "gemma4_text": GEMMA4 | {"initializer_range": 1.0, "final_logit_softcapping": 30.0},
+    "gemma4_text, no cap": GEMMA4 | {"final_logit_softcapping": None},
+    "gemma4_text, shared": GEMMA4 | LONG_GEMMA4 | {"final_logit_softcapping": None},
+    "glm4_moe": HEADS | GROUP_ROUTED | {"n_group": 1},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "initializer_range": 0.2},
+    "gpt_neox": BASE | {"rotary_pct": 0.5, "max_position_embeddings": 512, "initializer_range": 0.2},
+    "gpt_oss": HEADS | LOCAL_EXPERTS | SLIDING,
+    "granite": GROUPED | SCALED | {"logits_scaling": 8.0},
+    "granite, unscaled": GROUPED | SCALED | {"logits_scaling": 1.0},
+    "granitemoehybrid": GRANITE_HYBRID,
+    "granitemoehybrid, scaled": GRANITE_HYBRID | {"logits_scaling": 6.0},
+    "jamba": JAMBA | {"mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    "kimi_linear": HEADS | LOCAL_EXPERTS | KIMI | {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": GROUPED | {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": GROUPED | EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm3": HEADS | SLIDING | {"num_hidden_layers": 3, "layer_types": ["conv", *SLIDING["layer_types"]]},
+    "llama4_text": HEADS | LOCAL_EXPERTS | LLAMA4,
+    "mamba": STATE,
+    "mamba2": STATE | {"num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 16},
+    "minimax": HEADS | LOCAL_EXPERTS | {"layer_types": ["linear_attention", "full_attention"]},
+    "ministral": HEADS | SLIDING,
+    "ministral3": HEADS | {"sliding_window": None, "rope_parameters": YARN},
+    "mistral": GROUPED | {"sliding_window": 8},
+    "mixtral": GROUPED | LOCAL_EXPERTS,
+    "nanochat": GROUPED | {"initializer_range": 1.0, "final_logit_softcapping": 15.0},
+    "nanochat, no cap": GROUPED | {"final_logit_softcapping": None},
+    "nemotron_h": NEMOTRON | {"moe_shared_expert_intermediate_size": 16},
+    "olmo3": GROUPED | SLIDING,
+    "opt": OPT,
+    "opt, as 350m": OPT | {"word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    "phi3": GROUPED | {"original_max_position_embeddings": 512, "sliding_window": 8},
+    "qwen3_5": {"text_config": QWEN3_5, "vision_config": QWEN_EYES} | QWEN_IMAGES,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_moe": HEADS | EXPERTS,
+    "qwen3_next": HEADS | EXPERTS | LINEAR | QWEN3_NEXT,
+    "recurrent_gemma": HEADS | RECURRENT,
+    "smollm3": GROUPED | {"num_hidden_layers": 4},
+    "zamba2": ZAMBA | {"chunk_size": 16, "mamba_headdim": 16},
 }
 MODES = {  # column: (script, flags)
     "GRPO": ("grpo_llm", {}),
@@ -211,18 +160,9 @@ def length(responses):
     return [float(len(response) % 7) for response in responses]
 
 
-def load_script(name):
-    """The module of a script of this repository."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 def make_model(name, folder):
     """Saves a random model of the family with the embedded model's tokenizer."""
-    kind, options = FAMILIES[name]
+    kind, options = name.partition(",")[0], FAMILIES[name]
     ids = {"vocab_size": VOCABULARY, "eos_token_id": EOS, "pad_token_id": 0, "bos_token_id": None}
     if "text_config" in options:  # it also reads images
         options = options | {"text_config": options["text_config"] | ids, "eos_token_id": EOS, "pad_token_id": 0}
@@ -245,8 +185,7 @@ def make_model(name, folder):
 @torch.no_grad()
 def compare_pass(folder):
     """The largest difference of a log-prob in a padded batch from that of its row alone by eager attention."""
-    algo = load_script("grpo_llm")
-    model = algo.load_model(str(folder), AutoModelForCausalLM).eval()
+    model = grpo_llm.load_model(str(folder), AutoModelForCausalLM).eval()
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     stream = torch.Generator().manual_seed(2)
     lengths = [5, 30, 17, 9]
@@ -255,152 +194,103 @@ def compare_pass(folder):
     for row, length in enumerate(lengths):
         tokens[row, :length] = torch.randint(9, 300, (length,), generator=stream)
         mask[row, 2 : length - 1] = True
-    found, _ = algo.Policy(model, 1.0)(tokens, mask)
+    found, _ = grpo_llm.Policy(model, 1.0)(tokens, mask)
     worst = 0.0
     for row, length in enumerate(lengths):
         logits = plain(tokens[row : row + 1, :length], use_cache=False).logits[0].float()
         expected = logits.log_softmax(-1)[:-1].gather(1, tokens[row, 1:length, None]).squeeze(1)
         worst = max(worst, (found[row, 2 : length - 1] - expected[2:]).abs().max().item())
-    return worst
+    return f"{worst:.0e}"
 
 
 @torch.no_grad()
 def compare_greedy(folder):
-    """(tokens that our `generate` and transformers' own choose alike, all), each prompt of theirs alone."""
-    algo = load_script("grpo_llm")
-    model = algo.load_model(str(folder), AutoModelForCausalLM).eval()
+    """How many tokens our `generate` and transformers' own choose alike, of how many, each prompt of theirs alone."""
+    model = grpo_llm.load_model(str(folder), AutoModelForCausalLM).eval()
     stream = torch.Generator().manual_seed(3)
     prompts = [torch.randint(9, 300, (length,), generator=stream).tolist() for length in (4, 23, 11)]
-    uniforms = torch.zeros(len(prompts), 12, dtype=torch.float64)
-    responses = algo.generate(model, prompts, uniforms, EOS, 0)
+    responses = grpo_llm.generate(model, prompts, torch.zeros(len(prompts), 12, dtype=torch.float64), EOS, 0)
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": EOS, "pad_token_id": 0}
     alike = total = 0
     for prompt, response in zip(prompts, responses):
         ids = torch.tensor([prompt])
-        output = model.eval().generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=12,
-            eos_token_id=EOS,
-            pad_token_id=0,
-        )
+        output = model.eval().generate(ids, attention_mask=torch.ones_like(ids), **options)
         expected = output[0, len(prompt) :].tolist()
         total += len(expected)
         alike += sum(a == b for a, b in zip(response.ids, expected))
-    return alike, total
+    return f"{alike}/{total}"
 
 
 def train(folder, column, runs):
-    """The run folder of two iterations, and the largest difference between sampler and training pass."""
+    """The largest difference between sampler and training pass in two iterations, whose run folder is runs/column."""
     script, flags = MODES[column]
     sizes = {"batch_size": 4, "group_size": 2} if script == "grpo_llm" else {"batch_size": 8}
     flags = sizes | {"minibatch_size": 4, "microbatch_tokens": 256, "max_response_length": 12} | flags
     flags |= {"dataset": f"{TINY}/test.jsonl", "prompt_suffix": "", "reward": f"{__file__}:length"}
     flags |= {"total_iterations": 2, "eval_rows": 0, "save_every": 0, "track": "none", "lr": 1e-4}
-    flags |= {"output_dir": str(runs), "run_name": column}
+    flags |= {"model": str(folder), "output_dir": str(runs), "run_name": column}
     if column == "sharded":
-        run_dir = launch(script, flags | {"model": str(folder)})
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+        common.run(common.launcher(2, ROOT / f"{script}.py", *words))
     else:
         said = io.StringIO()
         said.reconfigure = lambda **options: None
         AcceleratorState._reset_state(True)
+        algo = importlib.import_module(script)
         with contextlib.redirect_stdout(said):
-            run_dir = load_script(script).main(load_script(script).Args(model=str(folder), **flags))
-    lines = read_lines(run_dir / "metrics.jsonl")
-    return run_dir, max(line["rollout/logprob_diff"] for line in lines if "rollout/logprob_diff" in line)
-
-
-def launch(script, flags):
-    """The run folder of a launch of two processes; its last line is the error if it fails."""
-    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(launcher(2, ROOT / f"{script}.py", *words), env=env, capture_output=True, text=True)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "rror: " in line]
-        raise RuntimeError(lines[0] if lines else done.stderr[-300:])
-    return Path(flags["output_dir"], flags["run_name"])
+            algo.main(algo.Args(**flags))
+    lines = common.read_lines(runs / column / "metrics.jsonl")
+    return f"{max(line['rollout/logprob_diff'] for line in lines[1:]):.0e}"
 
 
 @torch.no_grad()
-def reloads(run_dir):
+def reload(run_dir):
     """Whether what a run of PPO has saved loads again, by the script and by the plain class, and says the same."""
-    algo = load_script("ppo_llm")
     tokens = torch.arange(9, 19)[None]
     mask = tokens < 18
     plain = AutoModelForCausalLM.from_pretrained(run_dir / "final").eval()
-    losses = nn_losses(plain(tokens, use_cache=False).logits, tokens)
-    logprobs, _ = algo.Policy(algo.load_model(f"{run_dir}/final", AutoModelForCausalLM).eval(), 1.0)(tokens, mask)
-    values = algo.Critic(algo.load_critic(f"{run_dir}/final/critic", 0).eval())(tokens, mask)
-    return bool((logprobs[0, :-1] + losses).abs().max() < 1e-3) and bool(values.abs().sum() > 0)
-
-
-def nn_losses(logits, tokens):
-    return torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens[0, 1:], reduction="none")
-
-
-def reason(error):
-    """What stopped a family, in a few words."""
-    text = " ".join(str(error).split())
-    for words, short in (
-        ("sampler and training pass differ", "refused: sampler and training pass differ"),
-        ("cache of its own", "refused: has a cache of its own"),
-        ("incompatible with Mamba", "refused by peft"),
-        ("only contain LinearAttention", "no layer with attention"),
-    ):
-        if words in text:
-            return short
-    return f"{type(error).__name__}: {text[:60]}"
+    logits = plain(tokens, use_cache=False).logits[0, :-1].float()
+    losses = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
+    model = ppo_llm.load_model(f"{run_dir}/final", AutoModelForCausalLM).eval()
+    logprobs, _ = ppo_llm.Policy(model, 1.0)(tokens, mask)
+    values = ppo_llm.Critic(ppo_llm.load_critic(f"{run_dir}/final/critic", 0).eval())(tokens, mask)
+    same = (logprobs[0, :-1] + losses).abs().max() < 1e-3
+    return "yes" if same and values.abs().sum() > 0 else "other values"
 
 
 def attempt(function, *args):
-    """(result, None) or (None, reason)."""
+    """What the function returns, or in a few words what stopped it."""
     try:
-        return function(*args), None
+        return function(*args)
     except (Exception, SystemExit) as error:
-        if "-v" in sys.argv:
-            traceback.print_exc()
-        return None, reason(error)
+        lines = [line for line in str(error).splitlines() if "rror: " in line]  # in the console of a launch
+        return " ".join([*lines, f"{type(error).__name__}: {error}"][0].split())[:100]
 
 
 def try_family(name, folder, columns=tuple(MODES)):
-    """{column: a number or a word} of one family, whose model is in `folder`."""
-    found = {}
+    """{column: a number or words} of one family, whose model is in `folder`."""
     with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stderr(io.StringIO()):
-        worst, why = attempt(compare_pass, folder)
-        found["pass"] = why or f"{worst:.0e}"
-        alike, why = attempt(compare_greedy, folder)
-        found["greedy"] = why or "{}/{}".format(*alike)
+        found = {"pass": attempt(compare_pass, folder), "greedy": attempt(compare_greedy, folder)}
         for column in columns:
-            done, why = attempt(train, folder, column, Path(temporary))
-            found[column] = why or f"{done[1]:.0e}"
+            found[column] = attempt(train, folder, column, Path(temporary))
             if column == "PPO":
-                same, why = attempt(reloads, done[0]) if done else (None, "-")
-                found["reload"] = why or ("yes" if same else "other values")
+                saved = Path(temporary, column, "final").exists()
+                found["reload"] = attempt(reload, Path(temporary, column)) if saved else "-"
     return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("make", "run"))
-    parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", help="families (default: all)")
-    parser.add_argument("--columns", nargs="+", default=[*MODES], choices=[*MODES], help="which runs (default: all)")
-    parser.add_argument("-v", action="store_true", help="show tracebacks")
     args = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    columns = None
-    for name in args.names or FAMILIES:
-        folder = args.folder / name.replace(", ", "-").replace(" ", "_")
-        if not (folder / "config.json").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+    for number, name in enumerate(args.names or sorted(FAMILIES)):
+        with tempfile.TemporaryDirectory() as folder:
             make_model(name, folder)
-        if args.what == "run":
-            found = try_family(name, folder, args.columns)
-            if columns is None:
-                columns = list(found)
-                print("| family | " + " | ".join(columns) + " |\n" + "|---" * (len(columns) + 1) + "|")
-            print(f"| {name} | " + " | ".join(found[column] for column in columns) + " |", flush=True)
+            found = try_family(name, folder)
+        table = common.markdown(["family", *found], [[name, *found.values()]])
+        print(table if number == 0 else table.splitlines()[-1], flush=True)
 
 
 if __name__ == "__main__":
