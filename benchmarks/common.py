@@ -17,6 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 TINY = ROOT / "benchmarks" / "tiny"
 LAUNCH = "--num_machines 1 --mixed_precision no --dynamo_backend no"
 sys.path += str(ROOT), str(ROOT / "notes")
+import variants  # noqa: E402
 
 
 def launcher(processes, *command, python=sys.executable):
@@ -42,6 +43,24 @@ def run(words, **environment):
     if process.returncode:
         sys.exit(f"{' '.join(process.args)}: exit code {process.returncode}\n{said[-6000:]}")
     return said, 1024 * usage.ru_maxrss
+
+
+def find_script(name, folder, tree=ROOT):
+    """The file of a script of the tree, or of what is made of it in the folder: grpo_llm_fsdp, or a variant, NAME_llm.
+
+    One that is made finds the embedded model only if that is next to it.
+    """
+    path = folder / f"{name}.py"
+    if path.name in variants.SCRIPTS:
+        return tree / path.name
+    if name == "grpo_llm_fsdp":
+        parts = [(tree / f"{part}.py").read_text() for part in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")]
+        text, conflicts = variants.merged(*parts)
+        assert conflicts == 0, f"the three scripts do not merge: {conflicts} conflicts"
+        path.write_text(text)
+    else:
+        run([sys.executable, tree / "notes" / "variants.py", "apply", name.removesuffix("_llm"), path])
+    return path
 
 
 def make_model(folder, shape):
