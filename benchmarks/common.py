@@ -22,7 +22,7 @@ import variants  # noqa: E402
 
 def launcher(processes, *command, python=sys.executable):
     """The words that start this command, a Python file and its flags, in so many processes."""
-    words = [Path(python).with_name("accelerate"), "launch"]
+    words = [python, "-m", "accelerate.commands.launch"]
     words += ["--multi_gpu"] if processes > 1 else []
     words += ["--num_processes", processes, *LAUNCH.split(), "--main_process_port", "0", *command]
     return [str(word) for word in words]

@@ -2,7 +2,6 @@
 
     python benchmarks/gpu.py                     all that your machine can do
     python benchmarks/gpu.py --steps scripts     one part, or single steps; the results of all calls make one table
-    python benchmarks/gpu.py --model FOLDER      with a real model from your disk
     python benchmarks/gpu.py --small             a tiny model, also without a GPU: does this command work?
 
 You need one card of 24 GB or more and 20 GB of disk for temporary files (TMPDIR says where), but no network: the model
@@ -48,21 +47,20 @@ from dataclasses import astuple, dataclass
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
+import common
+import memory
 import torch
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT), str(ROOT / "notes")]
-import memory  # noqa: E402
-import variants  # noqa: E402
+import variants
+from common import ROOT, TINY, read_lines
 
 LIBRARIES = "torch", "transformers", "accelerate", "peft", "kernels", "flash_attn", "flash_attn_interface", "vllm"
 # Responses of an iteration, of a prompt in GRPO, of an optimizer step; tokens of a prompt and of a response.
 Work = namedtuple("Work", "responses group minibatch prompt response")
 WORK = {"short": Work(64, 8, 32, 64, 256), "wide": Work(256, 8, 64, 64, 512), "long": Work(256, 8, 64, 512, 512)}
 TINY_WORK = {"short": Work(16, 4, 8, 24, 8), "wide": Work(32, 4, 16, 24, 8), "long": Work(16, 4, 8, 48, 16)}
-TINY = memory.Shape(vocab=1024, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=1, tied=True)
+TINY_SHAPE = memory.Shape(vocab=1024, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=1, tied=True)
 SHAPE = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-SHAPE = (*SHAPE.split(), "tie_word_embeddings")  # the fields of memory.Shape as a config calls them
+SHAPE += " tie_word_embeddings"  # the fields of memory.Shape as a config calls them
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Bench:
     args: argparse.Namespace
     folder: Path  # for temporary files
     card: dict  # what describe_card finds
-    shape: memory.Shape | None  # of the model, if notes/memory.py knows such models
+    shape: memory.Shape  # of the model
     work: dict  # WORK or TINY_WORK
 
 
@@ -179,11 +177,8 @@ def time_exchange(result, model_folder):
 
 def start(args, processes, function, *words):
     """A process, or a launcher with several, that calls a function of this file."""
-    command = shlex.split(args.python)
-    if processes > 1:
-        launcher = f"-m accelerate.commands.launch --multi_gpu --num_processes {processes} --num_machines 1"
-        command[1:1] = f"{launcher} --mixed_precision no --dynamo_backend no --main_process_port 0".split()
-    command += [str(Path(__file__).resolve()), "inside", function, *map(str, words)]
+    python, call = shlex.split(args.python), [Path(__file__).resolve(), "inside", function, *words]
+    command = common.launcher(processes, *call, python=python[0]) if processes > 1 else [*python, *map(str, call)]
     env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     return subprocess.Popen(command, env=env, **pipes)
@@ -214,21 +209,6 @@ def ask(args, folder, function, *words, processes=1):
     return json.loads(result.read_text())
 
 
-def find_script(name, folder):
-    """The file of a script. The merged one and variants are made first."""
-    path = folder / f"{name}.py"
-    if path.name in variants.SCRIPTS:
-        return ROOT / path.name
-    if name == "grpo_llm_fsdp":
-        parts = [(ROOT / f"{part}.py").read_text() for part in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")]
-        text, conflicts = variants.merged(*parts)
-        assert conflicts == 0, f"the three scripts do not merge: {conflicts} conflicts"
-    else:
-        text = variants.patched(name.removesuffix("_llm"))
-    path.write_text(text)
-    return path
-
-
 def begin(bench, script, work, sizes, more, processes=1, iterations=3, name="run"):
     """The process that runs a script. sizes: --rollout-batch-size, --microbatch-tokens, --gradient-checkpointing."""
     rows, tokens, checkpointing = sizes
@@ -241,14 +221,13 @@ def begin(bench, script, work, sizes, more, processes=1, iterations=3, name="run
     flags += f" --microbatch-tokens {tokens} --max-prompt-length {2 * work.prompt}"
     flags += f" --max-response-length {work.response} --total-iterations {iterations} --run-name {name}"
     flags += f" --eval-every 0 --eval-rows 0 --track none {more} {bench.args.flags}"
-    path = find_script(script, bench.folder)
+    path = common.find_script(script, bench.folder, ROOT)
     return start(bench.args, processes, "run_script", path, *words, *shlex.split(flags))
 
 
 def read_metrics(bench, name):
     """The lines of metrics.jsonl without the first, which is from before training."""
-    lines = (bench.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines[1:]]
+    return read_lines(bench.folder / "runs" / name / "metrics.jsonl")[1:]
 
 
 # --- The steps: functions that return rows of the table --------------------------------------------------------------
@@ -263,8 +242,6 @@ def recommend(bench, **options):
     """Sizes for `begin`, from notes/memory.py; None if nothing fits on this card."""
     if bench.args.small:
         return 8, 256, False
-    if bench.shape is None:
-        return 64, 2048, True
     return memory.settings(bench.shape, bench.card["GB"], **options)
 
 
@@ -301,7 +278,7 @@ def train(bench, script, size="short", sizes=None, processes=1, lora=0, dtype="a
     row["iteration, s"] = median["time/iteration"]
     row["sampled tokens/s"] = median["response/length_mean"] * work.responses / median["time/rollout"]
     row["peak, GiB"] = max(line["memory/peak_gib"] for line in metrics) if bench.card["GPUs"] else "needs a GPU"
-    known = bench.shape and script.removesuffix("_fsdp") in ("ppo_llm", "grpo_llm")
+    known = script.removesuffix("_fsdp") in ("ppo_llm", "grpo_llm")
     row["forecast, GiB"] = forecast(bench, work, sizes, options) if known else ""
     row["logprob_diff"] = max(line["rollout/logprob_diff"] for line in metrics)
     return [row | {"metrics": metrics}]
@@ -437,31 +414,16 @@ iteration, which has {} responses of {} tokens (`sampling`: {} of {}; `sizes`: {
 runs with one seed need not be equal."""
 
 
-def make_model(folder, shape):
-    """Random weights, in bfloat16 on the disk, with the tokenizer of the embedded model."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "benchmarks" / "tiny" / "model")
-    torch.manual_seed(0)
-    config = Qwen2Config(**dict(zip(SHAPE, astuple(shape))), eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def write_prompts(folder, length):
     """64 different prompts of so many tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    lines = (ROOT / "benchmarks" / "tiny" / "test.jsonl").read_text().splitlines()
-    questions = [json.loads(line)["question"] for line in lines]
-    with open(folder / f"{length}.jsonl", "w") as file:
-        for i in range(64):
-            tokens = tokenizer(" ".join(questions[i : i + 30])).input_ids[:length]
-            prompt = tokenizer.decode(tokens, skip_special_tokens=True)
-            file.write(json.dumps({"question": prompt, "answer": ""}) + "\n")
+    questions, rows = [row["question"] for row in read_lines(TINY / "test.jsonl")], []
+    for i in range(64):
+        tokens = tokenizer(" ".join(questions[i : i + 30])).input_ids[:length]
+        rows.append({"question": tokenizer.decode(tokens, skip_special_tokens=True), "answer": ""})
+    common.write_lines(folder / f"{length}.jsonl", rows)
 
 
 def clean(text):
@@ -489,8 +451,7 @@ def make_table(card, rows, work):
     for part, found in tables.items():
         text += f"\n## {part}\n"
         for columns, cells in found.items():
-            lines = [columns, ["---"] * len(columns), *cells]
-            text += "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+            text += f"\n{common.markdown(columns, cells)}\n"
     short, wide, long = work.values()
     lengths = short.responses, short.response, wide.responses, wide.response
     lengths += long.responses, f"{long.prompt} + {long.response}"
@@ -501,7 +462,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*dict.fromkeys(part for part, *_ in STEPS), *ORDER]
     parser.add_argument("--steps", nargs="+", choices=names, metavar="NAME", help="parts or steps (unset: all)")
-    parser.add_argument("--model", type=Path, help="folder of a model (unset: random weights)")
     parser.add_argument("--small", action="store_true", help="a tiny model and a few short responses")
     parser.add_argument("--flags", default="", help="more flags for the scripts, in quotes")
     parser.add_argument("--python", default=shlex.quote(sys.executable), help="command that runs scripts (unset: this)")
@@ -515,28 +475,18 @@ def main():
         card["start-up, s"] = time.time() - started
         if not card["GPUs"] and not args.small:
             sys.exit("error: PyTorch sees no GPU here; with --small this command also runs without one")
-        shape = TINY if args.small else memory.SHAPES["Qwen2.5-0.5B"]
+        shape = TINY_SHAPE if args.small else memory.SHAPES["Qwen2.5-0.5B"]
         card["model"] = "a tiny one" if args.small else "Qwen2.5-0.5B's shape, random weights"
-        if args.model:
-            from transformers import AutoConfig
-
-            (folder / "model").symlink_to(args.model.resolve())
-            config = AutoConfig.from_pretrained(folder / "model")
-            known = config.model_type in ("qwen2", "llama")
-            shape = memory.Shape(*(getattr(config, name) for name in SHAPE)) if known else None
-            card["model"] = f"{config.model_type}-{config.get_text_config().hidden_size}"
-        else:
-            make_model(folder / "model", shape)
+        common.make_model(folder / "model", dict(zip(SHAPE.split(), astuple(shape))))
         card["commit"] = variants.git("log", "-1", "--format=%h", cwd=ROOT, check=False).stdout.strip()
         bench = Bench(args, folder, card, shape, TINY_WORK if args.small else WORK)
         for length in {work.prompt for work in bench.work.values()}:
             write_prompts(folder, length)
         home = ROOT / "runs" / "gpu" if args.small else ROOT / "benchmarks" / "results" / "gpu"
-        label = f"{card['card']} {card['model']}" if args.model else card["card"]
-        out = args.out or home / re.sub(r"\W+", "-", label)
+        out = args.out or home / re.sub(r"\W+", "-", card["card"])
         out.mkdir(parents=True, exist_ok=True)
         table, raw = out / "README.md", out / "rows.jsonl"
-        rows = [json.loads(line) for line in raw.read_text().splitlines()] if raw.exists() else []
+        rows = read_lines(raw) if raw.exists() else []
         failed = False
         for number, line in enumerate(chosen, 1):
             print(f"{number} of {len(chosen)}, {line[1]} ...", flush=True)
@@ -545,7 +495,7 @@ def main():
             print(f"  {found[0].get('error', found[0]['result'])}", flush=True)
             rows = [row for row in rows if row["step"] != line[1]] + found
             rows.sort(key=lambda row: ORDER.index(row["step"]))
-            raw.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            common.write_lines(raw, rows)
             table.write_text(make_table(card, rows, bench.work))
     print(f"\n{table.read_text()}\nThe table is {table}, and every number is in {raw}.")
     if card["GPUs"] and not args.small:
