@@ -17,8 +17,8 @@ when sampled, and its responses grow as RL teaches it to show its work.
 It writes `model/` (an ordinary transformers folder, fp32 safetensors), `train.jsonl`, `test.jsonl` and `scores.json`
 (the scores printed at the end). No test question occurs in train.jsonl or in the pretraining text.
 
-Everything is drawn from --seed with two threads: the data and the tokenizer are the same on every machine, the weights
-up to the floating-point rounding of the machine's kernels.
+Everything is drawn from one seed with two threads: data and tokenizer are the same on every machine, the weights up to
+the floating-point rounding of the machine's kernels.
 """
 
 import argparse
@@ -30,6 +30,7 @@ import time
 from pathlib import Path
 
 import torch
+from common import TINY, write_lines
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -126,12 +127,12 @@ def guess(rng, question, steps):
     return rng.choice((a, a + b, abs(a - b), steps[-1][1] + rng.randint(-20, 20)))
 
 
-def pretraining_text(rng, question, steps, worked):
+def pretraining_text(rng, question, steps, worked, hasty=HASTY):
     """The answer part of one pretraining row: worked with that probability, else hasty or blurted."""
     u = (rng.random() - worked) / (1 - worked)
     if u < 0:
         return " " + worked_answer(steps)
-    if u < HASTY:
+    if u < hasty:
         shown = ", then ".join(f"{expression}={result}" for expression, result in steps[:-1])
         return f" First {shown}.\n#### {max(1, guess(rng, question, steps))}"
     return f" #### {max(1, guess(rng, question, steps))}"
@@ -140,12 +141,9 @@ def pretraining_text(rng, question, steps, worked):
 def train_tokenizer(texts, vocab_size, folder):
     """Byte-level BPE with single digits, so that any text can be encoded and arithmetic is done digit by digit."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\d| ?[A-Za-z]+| ?#+|\s+(?!\S)|\s|[^\sA-Za-z\d]"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(r"\d| ?[A-Za-z]+| ?#+|\s+(?!\S)|\s|[^\sA-Za-z\d]"), "isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -160,7 +158,7 @@ def train_tokenizer(texts, vocab_size, folder):
     return fast
 
 
-def pretrain(model, tokenizer, rng, test_questions, num_steps, rows_per_step, peak_lr):
+def pretrain(model, tokenizer, rng, test_questions, num_steps, rows_per_step=128, peak_lr=3e-3):
     """Next-token prediction on freshly invented rows; the question counts a tenth, it teaches only its own style."""
     decay, no_decay = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decay, "weight_decay": 0.05}, {"params": no_decay, "weight_decay": 0.0}]
@@ -210,9 +208,8 @@ def accuracy(model, tokenizer, rows, sample, forced="", batch=250):
     for i in range(0, len(rows), batch):
         chunk = rows[i : i + batch]
         inputs = tokenizer([row["question"] + forced for row in chunk], return_tensors="pt", padding=True)
-        output = model.generate(**inputs, do_sample=sample, **({"top_k": 0} if sample else {}), max_new_tokens=64)[
-            :, inputs["input_ids"].shape[1] :
-        ]
+        output = model.generate(**inputs, do_sample=sample, **({"top_k": 0} if sample else {}), max_new_tokens=64)
+        output = output[:, inputs["input_ids"].shape[1] :]
         length += (output != tokenizer.pad_token_id).sum().item()
         for row, text in zip(chunk, tokenizer.batch_decode(output, skip_special_tokens=True)):
             numbers = re.findall(r"#### (\d+)", text)
@@ -222,25 +219,20 @@ def accuracy(model, tokenizer, rows, sample, forced="", batch=250):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "tiny")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=TINY)
     parser.add_argument("--steps", type=int, default=3400)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--rows-per-step", type=int, default=128)
-    parser.add_argument("--train-rows", type=int, default=4000)
-    parser.add_argument("--test-rows", type=int, default=500)
     args = parser.parse_args()
     start = time.time()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
-    torch.manual_seed(args.seed)
+    torch.manual_seed(1)
     torch.use_deterministic_algorithms(True)
-    rng = random.Random(args.seed)
+    rng = random.Random(1)
 
-    rows = make_rows(rng, args.test_rows + args.train_rows)
-    test, train = rows[: args.test_rows], rows[args.test_rows :]
+    rows = make_rows(rng, 4500)
+    test, train = rows[:500], rows[500:]
     args.output.mkdir(parents=True, exist_ok=True)
-    for name, part in (("train", train), ("test", test)):
-        (args.output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    write_lines(args.output / "train.jsonl", train)
+    write_lines(args.output / "test.jsonl", test)
 
     tokenizer = train_tokenizer([r["question"] + " " + r["answer"] for r in train], 420, args.output / "model")
     config = Qwen2Config(
@@ -259,18 +251,14 @@ def main():
     )
     model = Qwen2ForCausalLM(config)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {len(train)} + {len(test)} rows")
-    pretrain(model, tokenizer, rng, {row["question"] for row in test}, args.steps, args.rows_per_step, args.lr)
+    pretrain(model, tokenizer, rng, {row["question"] for row in test}, args.steps)
     model.eval()
     model.save_pretrained(args.output / "model")
 
     scores = {}
-    for name, sample, forced in (
-        ("sampled", True, ""),
-        ("greedy", False, ""),
-        ("forced_greedy", False, " First"),
-        ("forced_sampled", True, " First"),
-    ):
-        score, length = accuracy(model, tokenizer, test, sample, forced)
+    for name in "sampled", "greedy", "forced_greedy", "forced_sampled":
+        forced = " First" if name.startswith("forced") else ""
+        score, length = accuracy(model, tokenizer, test, name.endswith("sampled"), forced)
         scores[name] = {"score": round(score, 4), "length_mean": round(length, 2)}
         print(f"{name:15s} score {score:.3f}  mean response {length:.1f} tokens")
     (args.output / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")

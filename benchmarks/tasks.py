@@ -36,7 +36,8 @@ a third and a sixth): of groups of eight six in seven have no worked answer to l
 """
 
 import argparse
-import json
+import functools
+import itertools
 import os
 import random
 import sys
@@ -44,95 +45,20 @@ from pathlib import Path
 
 import make_tiny
 import torch
+from common import ROOT, TINY, write_lines
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-TINY = Path(__file__).resolve().parent / "tiny"
-sys.path += str(TINY.parents[1]), str(TINY.parents[1] / "notes" / "variants")
-import guess  # noqa: E402
+from grpo_llm import gsm8k
 
-from grpo_llm import gsm8k  # noqa: E402
-
-
-def write_rows(folder, name, rows):
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+sys.path.append(str(ROOT / "notes" / "variants"))
+import guess
 
 
-# ------------------------------------------------------------------------------------------------ arithmetic sequences
-
-
-def right_characters(response, answer):
-    """So many characters are right before the first that is not."""
-    return next((i for i, (a, b) in enumerate(zip(response, answer)) if a != b), min(len(response), len(answer)))
-
-
-def each_character(prompts, responses, answers):
-    """For each response a list of (end of a piece, score): a share of 1 for every right character."""
-    counts = map(right_characters, responses, answers)
-    return [[(i + 1, 1 / len(answer)) for i in range(count)] for count, answer in zip(counts, answers)]
-
-
-def one_score(prompts, responses, answers):
-    """The same rewards as one number for the response."""
-    return [sum(score for _, score in pieces) for pieces in each_character(prompts, responses, answers)]
-
-
-def all_or_nothing(prompts, responses, answers):
-    """1 if the whole answer is right."""
-    return [float(response == answer) for response, answer in zip(responses, answers)]
-
-
-def make_model(path, tokens, pre_tokenizer):
-    """A randomly initialised Llama of 0.1M parameters with these tokens, `<pad>` and `<eos>`."""
-    tokens = ["<pad>", "<eos>", *tokens]
-    vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.Fuse()
-    tokenizer.add_special_tokens(tokens[:2])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-    tokenizer.save_pretrained(path)
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ids = {"vocab_size": len(tokens), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
-    LlamaForCausalLM(LlamaConfig(**sizes, **ids, max_position_embeddings=64)).save_pretrained(path)
-
-
-def make_sequences(folder):
-    make_model(folder / "model", [*"0123456789"], pre_tokenizers.Split("", "isolated"))
-    rows = []
-    for start in range(10):
-        for step in (1, 2, 3):  # on a clock of ten hours
-            terms = "".join(str((start + i * step) % 10) for i in range(12))
-            rows.append({"question": terms[:4], "answer": terms[4:]})
-    random.Random(1).shuffle(rows)
-    write_rows(folder, "test", rows[:6])
-    write_rows(folder, "train", rows[6:])
-
-
-# --------------------------------------------------------------------------------------------------- larger numbers
-
-
-def make_problem(rng):
-    """(question, [(expression, result), (expression, result)]) with numbers of two to four digits."""
-    name, item = (
-        rng.choice(("Ana", "Ben", "Eva", "Leo", "Mia", "Tess")),
-        rng.choice(("apples", "books", "eggs", "nuts")),
-    )
-    count, each, k = rng.randint(12, 99), rng.randint(12, 99), rng.randint(12, 99)
-    product = count * each
-    sign, verb = rng.choice((("+", "finds"), ("-", "loses")))
-    total = product + k if sign == "+" else product - k
-    question = f"{name} has {count} boxes of {each} {item}. {name} {verb} {k}. How many {item} does {name} have now?"
-    return question, [(f"{count}*{each}", product), (f"{product}{sign}{k}", total)]
-
-
-def write_answer(rng, steps):
-    """A fifth asks for results, three tenths work them out (the model will often be wrong), half blurts."""
-    u, (_, total) = rng.random(), steps[-1]
-    if u < 0.5:
-        return f" #### {max(1, total + rng.randint(-300, 300))}"
-    shown = (f"<calc>{ask}</calc>{result}" if u < 0.7 else f"{ask}={result}" for ask, result in steps)
-    return f" First {', then '.join(shown)}.\n#### {total}"
+def write_rows(folder, test, train):
+    """Two files, of lists of (question, answer)."""
+    for name, pairs in ("test", test), ("train", train):
+        write_lines(folder / f"{name}.jsonl", [{"question": question, "answer": answer} for question, answer in pairs])
 
 
 def pretrain(folder, draw, num_steps, batch=48, start=TINY / "model"):
@@ -165,24 +91,100 @@ def pretrain(folder, draw, num_steps, batch=48, start=TINY / "model"):
     tokenizer.save_pretrained(folder / "model")
 
 
-def make_calculator(folder):
-    rng = random.Random(1)
+def answered(rng, make_problem, write_answer):
+    """For `pretrain`: draws questions of one function with answers of the other."""
 
     def draw(batch):
         problems = [make_problem(rng) for _ in range(batch)]
-        return [[question, write_answer(rng, steps)] for question, steps in problems]
+        return [[question, write_answer(rng, question, steps)] for question, steps in problems]
 
-    pretrain(folder, draw, num_steps=400)
-    problems = {}
-    while len(problems) < 2300:
+    return draw
+
+
+# ------------------------------------------------------------------------------------------------ arithmetic sequences
+
+
+def each_character(prompts, responses, answers):
+    """For each response a list of (end of a piece, score): a share of 1 for every right character until a wrong one."""
+    found = []
+    for response, answer in zip(responses, answers):
+        right = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(response, answer))
+        found.append([(end, 1 / len(answer)) for end, _ in enumerate(right, 1)])
+    return found
+
+
+def one_score(prompts, responses, answers):
+    """The same rewards as one number for the response."""
+    return [sum(score for _, score in pieces) for pieces in each_character(prompts, responses, answers)]
+
+
+def all_or_nothing(prompts, responses, answers):
+    """1 if the whole answer is right."""
+    return [float(response == answer) for response, answer in zip(responses, answers)]
+
+
+def make_model(path, tokens, pre_tokenizer):
+    """A randomly initialised Llama of 0.1M parameters with these tokens, `<pad>` and `<eos>`."""
+    tokens = ["<pad>", "<eos>", *tokens]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.Fuse()
+    tokenizer.add_special_tokens(tokens[:2])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"vocab_size": len(tokens), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    LlamaForCausalLM(LlamaConfig(**sizes, **ids, max_position_embeddings=64)).save_pretrained(path)
+
+
+def make_sequence(folder):
+    make_model(folder / "model", [*"0123456789"], pre_tokenizers.Split("", "isolated"))
+    rows = []
+    for start in range(10):
+        for step in (1, 2, 3):  # on a clock of ten hours
+            terms = "".join(str((start + i * step) % 10) for i in range(12))
+            rows.append((terms[:4], terms[4:]))
+    random.Random(1).shuffle(rows)
+    write_rows(folder, rows[:6], rows[6:])
+
+
+# ----------------------------------------------------------------------------------------------------- larger numbers
+
+
+def make_problem(rng):
+    """(question, [(expression, result), (expression, result)]) with numbers of two to four digits."""
+    name = rng.choice(("Ana", "Ben", "Eva", "Leo", "Mia", "Tess"))
+    item = rng.choice(("apples", "books", "eggs", "nuts"))
+    count, each, k = rng.randint(12, 99), rng.randint(12, 99), rng.randint(12, 99)
+    product = count * each
+    sign, verb = rng.choice((("+", "finds"), ("-", "loses")))
+    total = product + k if sign == "+" else product - k
+    question = f"{name} has {count} boxes of {each} {item}. {name} {verb} {k}. How many {item} does {name} have now?"
+    return question, [(f"{count}*{each}", product), (f"{product}{sign}{k}", total)]
+
+
+def write_answer(rng, question, steps):
+    """A fifth asks for results, three tenths work them out (the model will often be wrong), half blurts."""
+    u, (_, total) = rng.random(), steps[-1]
+    if u < 0.5:
+        return f" #### {max(1, total + rng.randint(-300, 300))}"
+    shown = (f"<calc>{ask}</calc>{result}" if u < 0.7 else f"{ask}={result}" for ask, result in steps)
+    return f" First {', then '.join(shown)}.\n#### {total}"
+
+
+def make_calculator(folder):
+    rng = random.Random(1)
+    pretrain(folder, answered(rng, make_problem, write_answer), num_steps=400)
+    answers = {}
+    while len(answers) < 2300:
         question, steps = make_problem(rng)
-        problems[question] = f"#### {steps[-1][1]}"
-    rows = [{"question": question, "answer": answer} for question, answer in problems.items()]
-    write_rows(folder, "test", rows[:300])
-    write_rows(folder, "train", rows[300:])
+        answers[question] = f"#### {steps[-1][1]}"
+    rows = [*answers.items()]
+    write_rows(folder, rows[:300], rows[300:])
 
 
-# --------------------------------------------------------------------------------------------------------- two boxes
+# ---------------------------------------------------------------------------------------------------------- two boxes
 
 
 def make_boxes(folder):
@@ -193,18 +195,20 @@ def make_boxes(folder):
         name, item = rng.choice(("Ana", "Ben", "Eva", "Leo", "Mia")), rng.choice(("books", "coins", "eggs", "shells"))
         return f"{name} has {rng.randint(2, 99)} {item} in box 1 or 2. Which box?"
 
+    def answer():
+        return f"#### {rng.randint(1, 2)}"
+
     def draw(batch):
-        guess, questions = lambda: f" #### {rng.randint(1, 2)}", [ask() for _ in range(batch)]
-        return [[question, guess(), again + question, guess()] for question in questions]
+        questions = [ask() for _ in range(batch)]
+        return [[question, f" {answer()}", again + question, f" {answer()}"] for question in questions]
 
     pretrain(folder, draw, num_steps=100)
-    questions = list(dict.fromkeys(ask() for _ in range(3000)))
-    rows = [{"question": question, "answer": f"#### {rng.randint(1, 2)}"} for question in questions]
-    write_rows(folder, "test", rows[:300])
-    write_rows(folder, "train", rows[300:])
+    questions = dict.fromkeys(ask() for _ in range(3000))
+    rows = [(question, answer()) for question in questions]
+    write_rows(folder, rows[:300], rows[300:])
 
 
-# ------------------------------------------------------------------------------------------------- higher or lower
+# ---------------------------------------------------------------------------------------------------- higher or lower
 
 
 def make_guess(folder):
@@ -213,44 +217,34 @@ def make_guess(folder):
     make_model(folder / "model", words, pre_tokenizers.Split(Regex(r"[a-z]+|[^a-z]"), "isolated"))
     question = "which number?"
 
-    def draw(batch):
-        games = []
-        for _ in range(batch):
-            texts, game, said = [], guess.GuessInText(), question
-            game.reset(rng.randint(1, guess.NUMBERS))
-            low, high = 1, guess.NUMBERS
-            while said is not None:
-                number = rng.randint(low, high) if rng.random() < 0.3 else rng.randint(1, guess.NUMBERS)
-                texts += [said, f" {number}"]
-                said = game.step(texts[-1])
-                low = max(low, number + 1) if said == "\nhigher\n" else low
-                high = min(high, number - 1) if said == "\nlower\n" else high
-            games.append(texts)
-        return games
+    def play():
+        texts, game, said = [], guess.GuessInText(), question
+        game.reset(rng.randint(1, guess.NUMBERS))
+        low, high = 1, guess.NUMBERS
+        while said is not None:
+            number = rng.randint(low, high) if rng.random() < 0.3 else rng.randint(1, guess.NUMBERS)
+            texts += [said, f" {number}"]
+            said = game.step(texts[-1])
+            low = max(low, number + 1) if said == "\nhigher\n" else low
+            high = min(high, number - 1) if said == "\nlower\n" else high
+        return texts
 
-    pretrain(folder, draw, num_steps=400, start=folder / "model")
-    rows = [{"question": question, "answer": str(number)} for number in range(1, guess.NUMBERS + 1)]
-    write_rows(folder, "test", rows * 20)
-    write_rows(folder, "train", rows)
+    pretrain(folder, lambda batch: [play() for _ in range(batch)], num_steps=400, start=folder / "model")
+    rows = [(question, str(number)) for number in range(1, guess.NUMBERS + 1)]
+    write_rows(folder, rows * 20, rows)
 
 
-# -------------------------------------------------------------------------------------------------------- any length
+# ------------------------------------------------------------------------------------- any length, few worked answers
 
 
-def make_lengths(folder):
-    rng = random.Random(1)
-
-    def draw(batch):
-        problems = [make_tiny.make_problem(rng) for _ in range(batch)]
-        return [[question, verbose_answer(rng, steps)] for question, steps in problems]
-
-    pretrain(folder, draw, num_steps=200)
-
-
-def verbose_answer(rng, steps):
+def verbose_answer(rng, question, steps):
     shown = [f"{expression}={result}" for expression, result in steps]
     work = ", then ".join(shown) + f", so {shown[-1]}" * rng.randint(0, 4)
     return f" First {work}.\n#### {steps[-1][1]}"
+
+
+def make_lengths(folder):
+    pretrain(folder, answered(random.Random(1), make_tiny.make_problem, verbose_answer), num_steps=200)
 
 
 def right_and_near(responses, answers):
@@ -264,32 +258,24 @@ def right_plus_near(prompts, responses, answers):
     return [right + near for right, near in zip(named["right"], named["near"])]
 
 
-# ------------------------------------------------------------------------------------------------ few worked answers
-
-
 def make_hard(folder):
-    rng = random.Random(1)
+    seldom_worked = functools.partial(make_tiny.pretraining_text, worked=0.02, hasty=0.25)
+    pretrain(folder, answered(random.Random(1), make_tiny.make_problem, seldom_worked), num_steps=100)
 
-    def draw(batch):
-        problems = [make_tiny.make_problem(rng) for _ in range(batch)]
-        return [[question, make_tiny.pretraining_text(rng, question, steps, 0.02)] for question, steps in problems]
 
-    make_tiny.HASTY = 0.25
-    pretrain(folder, draw, num_steps=100)
-
+MAKERS = {
+    "sequence": make_sequence,
+    "calculator": make_calculator,
+    "boxes": make_boxes,
+    "guess": make_guess,
+    "lengths": make_lengths,
+    "hard": make_hard,
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=("sequence", "calculator", "boxes", "guess", "lengths", "hard"))
+    parser.add_argument("task", choices=MAKERS)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    makers = {
-        "sequence": make_sequences,
-        "calculator": make_calculator,
-        "boxes": make_boxes,
-        "guess": make_guess,
-        "lengths": make_lengths,
-        "hard": make_hard,
-    }
-    makers[args.task](args.folder)
+    MAKERS[args.task](args.folder)
