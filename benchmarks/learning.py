@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import plot
-from common import LAUNCH, RESULTS, ROOT, launcher, markdown, run  # noqa: F401  (LAUNCH is for gpu.py)
+from common import RESULTS, ROOT, launcher, markdown, run
 
 RUNS = ROOT / "runs" / "learning"
 
@@ -66,6 +66,16 @@ def make_table(folder):
     return markdown(["seed", *summary], lines)
 
 
+def train(script, words, run_dir, processes=1, **environment):
+    """The metrics of a run, in the last row with the seconds from launch to exit."""
+    start = time.time()
+    words = ["--output-dir", run_dir.parent, "--run-name", run_dir.name, *words]
+    run(launcher(processes, script, *words), **environment)
+    rows = plot.read_run(run_dir)
+    rows[-1]["time/launch_to_exit"] = time.time() - start
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="folder under benchmarks/results/")
@@ -79,24 +89,20 @@ def main():
     folder = args.results / args.name
     folder.mkdir(parents=True, exist_ok=True)
 
-    def train(seed):
+    def train_seed(seed):
         target = folder / f"seed_{seed}.csv"
         if target.exists():
             return
         version = hashlib.sha256((ROOT / args.script).read_bytes() + args.flags.encode()).hexdigest()[:8]
         run_dir = RUNS / f"{args.name.replace('/', '-')}-{version}-{seed}"
-        words = ["--seed", seed, "--output-dir", RUNS, "--run-name", run_dir.name, "--resume", "--save-every", "5"]
-        start = time.time()
-        run(launcher(args.processes, ROOT / args.script, *words, *shlex.split(args.flags)))
-        seconds = time.time() - start
-        rows = plot.read_run(run_dir)
+        words = ["--seed", seed, "--resume", "--save-every", "5", *shlex.split(args.flags)]
+        rows = train(ROOT / args.script, words, run_dir, args.processes)
         shutil.rmtree(run_dir)
-        rows[-1]["time/launch_to_exit"] = seconds
         write_compact(rows, target)
         print(f"seed {seed}: " + ", ".join(f"{k} {v:.3f}" for k, v in summarise(rows).items()), flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(train, args.seeds))
+        list(pool.map(train_seed, args.seeds))
     about = f"`{args.script} {args.flags}`".replace(" `", "`")
     about += f", {args.processes} process(es) a run, {args.jobs} at a time on {os.cpu_count()} cores"
     (folder / "table.md").write_text(f"{about}\n\n{make_table(folder)}\n")
