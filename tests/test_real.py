@@ -98,8 +98,8 @@ def test_what_is_kept_of_a_run_has_the_honest_score_beside_that_of_its_reward(mo
 
 
 def test_the_table_is_that_of_the_runs_that_are_kept():
-    folder = ROOT / "benchmarks" / "results" / "real"
-    assert (folder / "README.md").read_text() == f"{real.HEAD}{real.make_table(folder)}\n"
+    folder = real.RESULTS
+    assert (folder / "README.md").read_text() == f"{real.HEAD}{real.make_table()}\n"
     assert {path.stem for path in folder.glob("*.csv")} == real.RUNS.keys()
     for name in real.RUNS:
         before, after = (read_rows(folder / f"{name}-{when}.jsonl") for when in ("before", "after"))
