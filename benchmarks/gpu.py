@@ -43,7 +43,7 @@ import sys
 import tempfile
 import time
 from collections import namedtuple
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -61,17 +61,8 @@ TINY_WORK = {"short": Work(16, 4, 8, 24, 8), "wide": Work(32, 4, 16, 24, 8), "lo
 TINY_SHAPE = memory.Shape(vocab=1024, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=1, tied=True)
 SHAPE = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
 SHAPE += " tie_word_embeddings"  # the fields of memory.Shape as a config calls them
-
-
-@dataclass
-class Bench:
-    """What the steps share."""
-
-    args: argparse.Namespace
-    folder: Path  # for temporary files
-    card: dict  # what describe_card finds
-    shape: memory.Shape  # of the model
-    work: dict  # WORK or TINY_WORK
+# What the steps share: arguments, temporary folder, what describe_card finds, memory.Shape of the model, WORK.
+Bench = namedtuple("Bench", "args folder card shape work")
 
 
 # --- What runs in a process of its own: python gpu.py inside FUNCTION ARGUMENTS --------------------------------------

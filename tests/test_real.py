@@ -113,9 +113,9 @@ def test_refusals_are_one_sentence(tmp_path):
 
 @pytest.mark.slow
 @needs_model
-def test_the_model_is_the_one_we_know():
-    done = command("check", "smollm2")
-    assert done.returncode == 0 and real.ANSWER in done.stdout, done.stderr
+def test_the_model_is_the_one_we_know(capsys):
+    real.check(MODEL)
+    assert real.ANSWER in capsys.readouterr().out
 
 
 @pytest.mark.slow

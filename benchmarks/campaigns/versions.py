@@ -31,6 +31,7 @@ COMMON = "--total-iterations 3 --eval-every 2 --eval-rows 16 --save-every 0 --tr
 COMMON += " --microbatch-tokens 512 --prompt-column question --answer-column answer --run-name run"
 DATA = f" --dataset {TINY}/train.jsonl --eval-dataset {TINY}/test.jsonl"
 PPO = " --batch-size 32 --minibatch-size 16"
+WARMUP = PPO + " --critic-warmup-iterations 1"
 GRPO = " --batch-size 8 --group-size 4 --minibatch-size 16"
 
 
@@ -42,13 +43,9 @@ class Case(NamedTuple):
 
 CASES = {
     "ppo": Case("ppo_llm", 1, PPO),
-    "ppo-warmup": Case(
-        "ppo_llm", 1, PPO + " --critic-warmup-iterations 1 --warmup-iterations 3 --no-whiten-advantages"
-    ),
+    "ppo-warmup": Case("ppo_llm", 1, WARMUP + " --warmup-iterations 3 --no-whiten-advantages"),
     "ppo-two": Case("ppo_llm", 2, PPO + f" --missing-eos-penalty 0.5 --critic-model {CHAT}"),
-    "ppo-two-warmup": Case(
-        "ppo_llm", 2, PPO + " --dtype bfloat16 --critic-warmup-iterations 1 --gradient-checkpointing"
-    ),
+    "ppo-two-warmup": Case("ppo_llm", 2, WARMUP + " --dtype bfloat16 --gradient-checkpointing"),
     "grpo": Case("grpo_llm", 1, GRPO),
     "grpo-two": Case("grpo_llm", 2, GRPO + " --dtype bfloat16"),
     "rloo": Case("grpo_llm", 1, GRPO + " --estimator rloo --kl-reward-coef 0.05 --loss-agg seq-mean-token-sum"),
