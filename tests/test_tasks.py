@@ -14,78 +14,40 @@ PLACE = ROOT / "notes" / "variants"
 verify_math = load_script(PLACE / "verify_math.py")
 gym_tasks = load_script(PLACE / "gym_tasks.py")
 
-RIGHT = [  # answer, response
-    ("72", "40+32=72\n#### 72"),
-    ("First 40+32=72.\n#### 72", "It is 72."),
-    ("72", "\\boxed{72}. Or was it 5?"),
-    ("1,000", "#### $1000"),
-    ("3/4", "75%"),
-    ("3/4", "\\boxed{\\frac{6}{8}}"),
-    ("(x+1)^2", "\\boxed{x^2+2x+1}"),
-    ("\\{1,2\\}", "$\\{2,1\\}$"),  # a set
-    ("So it is \\boxed{12}.", "$12\\text{ cm}$"),
-]
-WRONG = [
-    ("72", "#### 72.5"),
-    ("72", "\\boxed{71}, not 72"),
-    ("(x+1)^2", "\\boxed{x^2+1}"),
-]
 MALFORMED = "", "####", "\\boxed{72", "\\frac" * 50, "1" * 6000, "\x00é☃", "]})>", "\\boxed{9^{9^{9^{9}}}}"
+# What a policy may write without having solved anything, or without saying what it found. The first was learned by a
+# model within ten iterations, and paid until version 0.4.
+LEARNED = "To calculate 11 + 72, we need to follow a set of mathematical steps. First, we add the numbers"
+FORMULAS = ["11 + 72", "$11 + 72$", "\\boxed{11+72}", "The answer is 11 + 72", "72 + 11", "83 = 11 + 72", "100-17"]
+FORMULAS += ["9 \\times 9 + 2", "166/2", "\\boxed{\\frac{166}{2}}", "\\boxed{83^1}"]
+SEVERAL = ["\\boxed{81, 82, 83}", "$83$ or $84$", "83 or 84", "\\boxed{80 \\le x \\le 90}"]
+AN_ANSWER = ["11 + 72 = 83", "11 + 72 = 83.", "$11+72$ is 83.", "The answer is \\boxed{83}.", "83.0", "x = 83"]
+CASES = {  # {(question, answer): (right responses, wrong ones)}
+    ("", "72"): (["40+32=72\n#### 72", "\\boxed{72}. Or was it 5?"], ["#### 72.5", "\\boxed{71}, not 72", *MALFORMED]),
+    ("", "First 40+32=72.\n#### 72"): (["It is 72."], []),
+    ("", "1,000"): (["#### $1000"], []),
+    ("", "3/4"): (["75%", "\\boxed{\\frac{6}{8}}"], []),
+    ("", "(x+1)^2"): (["\\boxed{x^2+2x+1}"], ["\\boxed{x^2+1}"]),
+    ("", "\\{1,2\\}"): (["$\\{2,1\\}$"], []),  # a set
+    ("", "So it is \\boxed{12}."): (["$12\\text{ cm}$"], []),
+    ("What is 11 + 72?", "83"): ([*AN_ANSWER, "83 apples"], [LEARNED, *FORMULAS, *SEVERAL]),
+    ("Compute 6/8.", "3/4"): (["3/4", "0.75"], ["6/8"]),
+    ("Reduce 3/4.", "3/4"): (["3/4"], []),  # what the data's answer says itself is right in any case
+    ("Factor $x^2 + 2x + 1$.", "(x+1)^2"): (["\\boxed{(1+x)^2}"], ["\\boxed{x^2+2x+1}"]),
+}
 
 
 def test_math_verify():
-    """One batch of right, wrong and malformed answers: each is scored for itself."""
-    cases = [*WRONG, *[("72", response) for response in MALFORMED], *RIGHT]
-    answers, responses = map(list, zip(*cases))
+    """One batch of right, wrong and malformed answers: each is scored for itself. A formula of the question is none."""
+    cases = []
+    for (question, answer), (right, wrong) in CASES.items():
+        cases += [(question, response, answer, 1) for response in right]
+        cases += [(question, response, answer, 0) for response in wrong]
+    prompts, responses, answers, _ = map(list, zip(*cases))
     began = time.monotonic()
-    scores = verify_math.verify_math([""] * len(cases), responses, answers)
-    assert scores == [0.0] * (len(cases) - len(RIGHT)) + [1.0] * len(RIGHT)
-    assert time.monotonic() - began < 10 * verify_math.SECONDS
-
-
-# What a policy may write without having solved anything, or without saying what it found. The first was learned by a
-# model within ten iterations, and paid until version 0.4.
-QUESTION, SUM = "What is 11 + 72?", "83"
-NO_ANSWER = [
-    "To calculate 11 + 72, we need to follow a set of mathematical steps. First, we add the numbers",
-    "11 + 72",
-    "$11 + 72$",
-    "\\boxed{11+72}",
-    "The answer is 11 + 72",
-    "72 + 11",
-    "83 = 11 + 72",
-    "9 \\times 9 + 2",
-    "100-17",
-    "166/2",
-    "\\boxed{\\frac{166}{2}}",
-    "\\boxed{83^1}",
-    "\\boxed{81, 82, 83}",
-    "$83$ or $84$",
-    "83 or 84",
-    "\\boxed{80 \\le x \\le 90}",
-]
-AN_ANSWER = [
-    "11 + 72 = 83",
-    "11 + 72 = 83.",
-    "$11+72$ is 83.",
-    "The answer is \\boxed{83}.",
-    "83.0",
-    "x = 83",
-    "83 apples",
-]
-
-
-def test_a_formula_is_no_answer():
-    """Of whole numbers, fractions and formulas. What the data's answer says itself is right in any case."""
-    cases = [(QUESTION, response, SUM, 0) for response in NO_ANSWER]
-    cases += [(QUESTION, response, SUM, 1) for response in AN_ANSWER]
-    cases += [("Compute 6/8.", response, "3/4", score) for response, score in (("6/8", 0), ("3/4", 1), ("0.75", 1))]
-    cases += [("Reduce 3/4.", "3/4", "3/4", 1)]
-    factor = "Factor $x^2 + 2x + 1$."
-    cases += [(factor, "\\boxed{x^2+2x+1}", "(x+1)^2", 0), (factor, "\\boxed{(1+x)^2}", "(x+1)^2", 1)]
-    prompts, responses, answers, _ = zip(*cases)
     found = verify_math.verify_math(prompts, responses, answers)
-    assert [case for case, score in zip(cases, found) if score != case[-1]] == []
+    assert [case for case, score in zip(cases, found, strict=True) if score != case[-1]] == []
+    assert time.monotonic() - began < 10 * verify_math.SECONDS
 
 
 def test_an_answer_of_the_data_that_cannot_be_read_scores_0_and_is_named_once(capsys):

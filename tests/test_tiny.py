@@ -7,35 +7,29 @@ import sys
 from unittest import mock
 
 import pytest
+import tiny_ppo
 import torch
 from conftest import ROOT, load_script, read_metrics
 from test_project import code_numbers, load_benchmark
-
-sys.path.append(str(ROOT / "notes"))
-import tiny_ppo
 
 BATCH, MINIBATCH, ITERATIONS = 16, 4, 2
 SIZES = {"batch_size": BATCH, "minibatch_size": MINIBATCH, "total_iterations": ITERATIONS, "eval_rows": 0}
 SIZES |= {"save_every": 0, "track": "none", "run_name": "run", "max_response_length": 40}
 
 
-def keep(kept, function):
-    def wrapper(*args):
-        kept.append(function(*args))
-        return kept[-1]
-
-    return wrapper
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return tiny_ppo.AutoModelForCausalLM.from_pretrained(tiny_ppo.TINY / "model").eval()
 
 
-def test_the_core_computes_what_ppo_llm_does(tmp_path, capsys):
+def test_the_core_computes_what_ppo_llm_does(tmp_path, capsys, spy):
     """By the same rollouts, in the order in which ppo_llm.py takes its minibatches. In the second iteration actor and
     reference differ, so that the KL counts, and the values are not 0."""
     ppo = load_script(ROOT / "ppo_llm.py")
-    batches, scored, samples, scores, steps = [], [], [], [], []
-    kept = {"to_batch": keep(batches, ppo.to_batch), "compute_scores": keep(scored, ppo.compute_scores)}
-    with mock.patch.multiple(ppo, **kept):
-        ppo.main(ppo.Args(**ppo.EMBEDDED | SIZES | {"output_dir": str(tmp_path)}))
-    for iteration, ((tokens, mask, _, _), (_, plain_scores)) in enumerate(zip(batches, scored), 1):
+    batches, scored, samples, scores, steps = spy(ppo, "to_batch"), spy(ppo, "compute_scores"), [], [], []
+    ppo.main(ppo.Args(**ppo.EMBEDDED | SIZES | {"output_dir": str(tmp_path)}))
+    for iteration, ((_, (tokens, mask, *_)), (_, (_, plain_scores))) in enumerate(zip(batches, scored), 1):
         stream = ppo.random_stream("minibatches", 1, iteration)
         order = torch.rand(BATCH // MINIBATCH, generator=stream).argsort()
         rows = torch.arange(BATCH).view(-1, MINIBATCH)[order].flatten()
@@ -74,10 +68,8 @@ def test_it_learns(capsys, monkeypatch):
     assert float(after.split()[1]) > 0.5
 
 
-def test_the_sampler_draws_from_the_whole_distribution():
+def test_the_sampler_draws_from_the_whole_distribution(model):
     """At temperature 1 and without top-k: frequencies of the first token are its probabilities."""
-    torch.manual_seed(0)
-    model = tiny_ppo.AutoModelForCausalLM.from_pretrained(tiny_ppo.TINY / "model").eval()
     model.lm_head.weight.data.mul_(0.05)  # nearly flat: 50 of 420 tokens would be far from all
     rows = [tiny_ppo.read_rows("test.jsonl")[0]] * 400
     with mock.patch.object(tiny_ppo, "MAX_RESPONSE_LENGTH", 1):
@@ -85,11 +77,9 @@ def test_the_sampler_draws_from_the_whole_distribution():
     assert len({*tokens[:, -1].tolist()}) > 150
 
 
-def test_the_mask_is_the_response_up_to_its_eos():
+def test_the_mask_is_the_response_up_to_its_eos(model):
     """And nothing of the prompt, which is padded at its beginning."""
     rows, tokenizer = tiny_ppo.read_rows("test.jsonl")[:4], tiny_ppo.tokenizer
-    torch.manual_seed(0)
-    model = tiny_ppo.AutoModelForCausalLM.from_pretrained(tiny_ppo.TINY / "model").eval()
     tokens, mask = tiny_ppo.sample(model, rows)
     prompts = [tokenizer(row["question"])["input_ids"] for row in rows]
     width = max(map(len, prompts))
