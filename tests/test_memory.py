@@ -25,8 +25,9 @@ def cells(name):
     return [cell.strip() for cell in re.findall(rf"(?m)^\| {re.escape(name)} \| (.*) \|$", PAGE)[-1].split("|")]
 
 
-def state(terms):
-    return sum(terms[name] for name in ("weights", "reference", "adam", "gradients"))
+def off(ratio):
+    """How far a ratio is from 1, as the page has it."""
+    return f"{ratio - 1:+.0%}".replace("-0%", "0%")
 
 
 @pytest.mark.parametrize("bf16, fused", [(False, True), (True, True), (False, False)])
@@ -113,20 +114,18 @@ def test_the_table_of_cards():
 def test_the_model_state_is_what_processes_held():
     small = {"bf16": False, "microbatches": 1}
     runs = budget(WIDE, 2, **small), budget(WIDE, 2, True, **small), budget(WIDE, 4, True, **small)
-    found = [round(state(terms) / MIB) for terms in runs]
+    state = "weights", "reference", "adam", "gradients"
+    found = [sum(terms[name] for name in state) / MIB for terms in runs]
     shape = Shape(8192, 512, 2048, 11, 8, 8, True)
     for rank in (0, 8):
-        trained = sum(memory.count_trained(shape, rank, critic) for critic in (False, True))
-        found.append(round(16 * trained / MIB))
-    names = "replicated on two", "sharded over two", "sharded over four", "trained in full", "trained with LoRA"
-    shown = [[int(cell.replace(",", "")) for cell in cells(name)] for name in names]
-    assert [formula for formula, _ in shown] == found
+        found.append(16 * sum(memory.count_trained(shape, rank, critic) for critic in (False, True)) / MIB)
     results = ROOT / "benchmarks" / "results"
-    measured = re.findall(
-        r"(?m)^\| (?:replicated|gathered) \| \d \| (\d+) ", (results / "footprint/sharded.md").read_text()
-    )
-    measured += re.findall(r"ppo_llm.py \| ([\d,]+) MiB \| (\d+) MiB", (results / "footprint/lora.md").read_text())[0]
-    assert [size for _, size in shown] == [int(size.replace(",", "")) for size in measured]
+    table, lora = ((results / name).read_text() for name in ("footprint/sharded.md", "footprint/lora.md"))
+    measured = re.findall(r"(?m)^\| (?:replicated|gathered) \| \d \| (\d+) ", table)
+    measured += re.findall(r"ppo_llm.py \| ([\d,]+) MiB \| (\d+) MiB", lora)[0]
+    names = "replicated on two", "sharded over two", "sharded over four", "trained in full", "trained with LoRA"
+    for name, formula, taken in zip(names, found, measured, strict=True):
+        assert [cell.replace(",", "") for cell in cells(name)] == [f"{formula:.0f}", taken.replace(",", "")]
     assert f"{memory.count(WIDE):,}" == "50,792,960"
 
 
@@ -135,9 +134,8 @@ def test_whole_processes_are_near_the_formulas():
 
     def check(name, size, digits):
         """formula, measured, and by how much they differ."""
-        formula, measured, off = cells(name)
-        assert formula == f"{size:,.{digits}f}"
-        assert off == f"{size / float(measured.replace(',', '')) - 1:+.0%}".replace("-0%", "0%")
+        formula, measured, difference = cells(name)
+        assert formula == f"{size:,.{digits}f}" and difference == off(size / float(measured.replace(",", "")))
 
     workload = {"bf16": False, "checkpointing": True, "length": 72, "response_length": 32, "microbatches": 1}
     cases = {
@@ -149,11 +147,8 @@ def test_whole_processes_are_near_the_formulas():
     for name, options in cases.items():
         check(name, budget(SHAPES["Qwen2.5-0.5B"], **workload, **options)["peak"] / GIB + 0.38, 1)
     workload = {"bf16": False, "length": 56, "response_length": 16, "microbatches": 1}
-    for name, n, sharded in (
-        ("2 processes", 2, False),
-        ("2 processes, sharded", 2, True),
-        ("4 processes, sharded", 4, True),
-    ):
+    processes = {"2 processes": (2, False), "2 processes, sharded": (2, True), "4 processes, sharded": (4, True)}
+    for name, (n, sharded) in processes.items():
         check(name, budget(WIDE, n, sharded, tokens=16 // n * 56, rows=16 // n, **workload)["peak"] / MIB + 390, 0)
 
 
@@ -165,5 +160,4 @@ def test_a_real_run_is_within_five_per_cent_of_the_forecast():
     for lora, processes, forecast, taken, ratio in rows:
         assert abs(float(ratio) - 1) < 0.05
         name = f"SmolLM2, {processes} process{'es' * (processes == '2')}" + ", LoRA 16" * bool(lora)
-        assert cells(name)[:2] == [forecast, taken]
-        assert cells(name)[2] == f"{float(ratio) - 1:+.0%}".replace("-0%", "0%")
+        assert cells(name) == [forecast, taken, off(float(ratio))]
