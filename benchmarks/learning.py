@@ -40,14 +40,9 @@ def summarise(rows):
     """One line of the table: scores before and after, the critic if there is one, times."""
     evals = [row for row in rows if "eval/score" in row]
     explained = [row["critic/explained_variance"] for row in rows if "critic/explained_variance" in row][5:]
-    summary = {
-        "sampled before": evals[0]["eval/score_sampled"],
-        "sampled after": evals[-1]["eval/score_sampled"],
-        "greedy before": evals[0]["eval/score"],
-        "greedy after": evals[-1]["eval/score"],
-        "length before": evals[0]["eval/length_mean"],
-        "length after": evals[-1]["eval/length_mean"],
-    }
+    summary = {}
+    for name, metric in ("sampled", "eval/score_sampled"), ("greedy", "eval/score"), ("length", "eval/length_mean"):
+        summary |= {f"{name} before": evals[0][metric], f"{name} after": evals[-1][metric]}
     if explained:
         summary["explained variance from iteration 6"] = sum(explained) / len(explained)
     summary["seconds per iteration"] = statistics.median(row["time/iteration"] for row in rows[1:])

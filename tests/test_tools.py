@@ -31,9 +31,8 @@ def call(monkeypatch, tmp_path, capsys):
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["variants.py", *map(str, words)])
-        code = 0
         try:
-            variants.main()
+            code = variants.main() or 0
         except SystemExit as leaving:
             code = leaving.code
         said = capsys.readouterr()
