@@ -47,17 +47,16 @@ def make_table(results, names, at=(10,)):
 
 
 def read_run(folder):
-    """{(iteration, place in it, file): [(line, row), ...]}: sorted, the keys are in the order of the run."""
+    """{(iteration, place in it, file, line): row}: sorted, the keys are in the order of the run."""
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         sys.exit(f"{folder} is no run folder: it has no metrics.jsonl")
-    rows = {}
-    for number, row in enumerate(read_lines(metrics), 1):
-        rows.setdefault((row["step"], 1, metrics.name), []).append((number, row))
+    rows = {(row["step"], 1, metrics.name, line): row for line, row in enumerate(read_lines(metrics), 1)}
     for path in (folder / "completions").glob("*_*.jsonl"):
-        kind, _, number = path.stem.rpartition("_")
+        kind, _, iteration = path.stem.rpartition("_")
         place = {"step": 0, "eval": 2}.get(kind, 3)  # trained on before the update, evaluated after it
-        rows[int(number), place, f"completions/{path.name}"] = [*enumerate(read_lines(path), 1)]
+        for line, row in enumerate(read_lines(path), 1):
+            rows[int(iteration), place, f"completions/{path.name}", line] = row
     return rows
 
 
@@ -80,30 +79,29 @@ def differing(one, other, tolerance):
     return found
 
 
-def first_difference(one, other, tolerance=1e-4):
-    """Of two run folders: (file, line, differing values, see above) of the first row that is not the same, or None."""
-    ours, theirs = read_run(one), read_run(other)
+def first_difference(ours, theirs, tolerance):
+    """Of the rows of two runs: (file, line, differing values, see above) of the first that is not the same, or None."""
     for key in sorted(ours.keys() | theirs.keys()):
-        iteration, _, file = key
-        where = f"{file} (iteration {iteration})"
-        rows, other_rows = ours.get(key, []), theirs.get(key, [])
-        for (number, a), (_, b) in zip(rows, other_rows):
-            if found := differing(a, b, tolerance):
-                return where, number, found
-        if len(rows) != len(other_rows):
-            return where, min(len(rows), len(other_rows)) + 1, [("number of rows", len(rows), len(other_rows))]
+        iteration, _, file, line = key
+        if key in ours and key in theirs:
+            found = differing(ours[key], theirs[key], tolerance)
+        else:
+            counts = [sum(other[:3] == key[:3] for other in rows) for rows in (ours, theirs)]
+            found = [("number of rows", *counts)]
+        if found:
+            return f"{file} (iteration {iteration})", line, found
     return None
 
 
 def compare_runs(one, other, tolerance):
     """Prints the first difference of two run folders, or what was compared: the exit code."""
-    found = first_difference(one, other, tolerance)
+    rows = read_run(one)
+    found = first_difference(rows, read_run(other), tolerance)
     if found is None:
-        files = read_run(one)
-        texts = [rows for (_, _, file), rows in files.items() if file != "metrics.jsonl"]
-        lines = sum(len(rows) for (_, _, file), rows in files.items() if file == "metrics.jsonl")
-        print(f"the same: {lines} lines of metrics, {sum(map(len, texts))} rows of completions in {len(texts)} files")
-        if not texts:
+        files = [file for _, _, file, _ in rows if file != "metrics.jsonl"]
+        print(f"the same: {len(rows) - len(files)} lines of metrics,", end=" ")
+        print(f"{len(files)} rows of completions in {len(set(files))} files")
+        if not files:
             print("completions are written at evaluations: --eval-every 1 --eval-rows 4")
         return 0
     where, line, ((name, *values), *more) = found
