@@ -36,17 +36,8 @@ def ten_or_eleven(responses, answers):
 
 @functools.cache
 def vader_lexicon():
-    """{word: valence, -4 to 4} of VADER (Hutto and Gilbert, 2014), $VADER_LEXICON or the vaderSentiment package."""
-    path = os.environ.get("VADER_LEXICON")
-    if path is None:
-        try:
-            import vaderSentiment
-        except ImportError:
-            raise RuntimeError(
-                "the VADER lexicon is needed: pip install vaderSentiment, or set VADER_LEXICON to its vader_lexicon.txt"
-            ) from None
-        path = Path(vaderSentiment.__file__).parent / "vader_lexicon.txt"
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    """{word: valence, -4 to 4} of VADER (Hutto and Gilbert, 2014): $VADER_LEXICON is its vader_lexicon.txt."""
+    lines = Path(os.environ["VADER_LEXICON"]).read_text(encoding="utf-8").splitlines()
     return {word: float(valence) for word, valence, *_ in (line.split("\t") for line in lines if line)}
 
 
