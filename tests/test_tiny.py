@@ -3,7 +3,6 @@
 import ast
 import re
 import statistics
-import sys
 from unittest import mock
 
 import pytest
