@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                     all that your machine can do
     python benchmarks/gpu.py --steps scripts     one part, or single steps; the results of all calls make one table
+    python benchmarks/gpu.py --model FOLDER      with a real model from your disk
     python benchmarks/gpu.py --small             a tiny model, also without a GPU: does this command work?
 
 You need one card of 24 GB or more and 20 GB of disk for temporary files (TMPDIR says where), but no network: the model
@@ -61,7 +62,7 @@ TINY_WORK = {"short": Work(16, 4, 8, 24, 8), "wide": Work(32, 4, 16, 24, 8), "lo
 TINY_SHAPE = memory.Shape(vocab=1024, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=1, tied=True)
 SHAPE = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
 SHAPE += " tie_word_embeddings"  # the fields of memory.Shape as a config calls them
-# What the steps share: arguments, temporary folder, what describe_card finds, memory.Shape of the model, WORK.
+# What the steps share: arguments, temporary folder, what describe_card finds, memory.Shape of the model or None, WORK.
 Bench = namedtuple("Bench", "args folder card shape work")
 
 
@@ -168,8 +169,9 @@ def time_exchange(result, model_folder):
 
 def start(args, processes, function, *words):
     """A process, or a launcher with several, that calls a function of this file."""
-    python, call = shlex.split(args.python), [Path(__file__).resolve(), "inside", function, *words]
-    command = common.launcher(processes, *call, python=python[0]) if processes > 1 else [*python, *map(str, call)]
+    python, *before = shlex.split(args.python)
+    call = [*before, str(Path(__file__).resolve()), "inside", function, *map(str, words)]
+    command = common.launcher(processes, *call, python=python) if processes > 1 else [python, *call]
     env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     return subprocess.Popen(command, env=env, **pipes)
@@ -233,6 +235,8 @@ def recommend(bench, **options):
     """Sizes for `begin`, from notes/memory.py; None if nothing fits on this card."""
     if bench.args.small:
         return 8, 256, False
+    if bench.shape is None:
+        return 64, 2048, True
     return memory.settings(bench.shape, bench.card["GB"], **options)
 
 
@@ -269,7 +273,7 @@ def train(bench, script, size="short", sizes=None, processes=1, lora=0, dtype="a
     row["iteration, s"] = median["time/iteration"]
     row["sampled tokens/s"] = median["response/length_mean"] * work.responses / median["time/rollout"]
     row["peak, GiB"] = max(line["memory/peak_gib"] for line in metrics) if bench.card["GPUs"] else "needs a GPU"
-    known = script.removesuffix("_fsdp") in ("ppo_llm", "grpo_llm")
+    known = bench.shape and script.removesuffix("_fsdp") in ("ppo_llm", "grpo_llm")
     row["forecast, GiB"] = forecast(bench, work, sizes, options) if known else ""
     row["logprob_diff"] = max(line["rollout/logprob_diff"] for line in metrics)
     return [row | {"metrics": metrics}]
@@ -453,6 +457,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*dict.fromkeys(part for part, *_ in STEPS), *ORDER]
     parser.add_argument("--steps", nargs="+", choices=names, metavar="NAME", help="parts or steps (unset: all)")
+    parser.add_argument("--model", type=Path, help="folder of a model (unset: random weights)")
     parser.add_argument("--small", action="store_true", help="a tiny model and a few short responses")
     parser.add_argument("--flags", default="", help="more flags for the scripts, in quotes")
     parser.add_argument("--python", default=shlex.quote(sys.executable), help="command that runs scripts (unset: this)")
@@ -468,13 +473,23 @@ def main():
             sys.exit("error: PyTorch sees no GPU here; with --small this command also runs without one")
         shape = TINY_SHAPE if args.small else memory.SHAPES["Qwen2.5-0.5B"]
         card["model"] = "a tiny one" if args.small else "Qwen2.5-0.5B's shape, random weights"
-        common.make_model(folder / "model", dict(zip(SHAPE.split(), astuple(shape))))
+        if args.model:
+            from transformers import AutoConfig
+
+            (folder / "model").symlink_to(args.model.resolve())
+            config = AutoConfig.from_pretrained(folder / "model")
+            known = config.model_type in ("qwen2", "llama")
+            shape = memory.Shape(*(getattr(config, name) for name in SHAPE.split())) if known else None
+            card["model"] = f"{config.model_type}-{config.get_text_config().hidden_size}"
+        else:
+            common.make_model(folder / "model", dict(zip(SHAPE.split(), astuple(shape))))
         card["commit"] = variants.git("log", "-1", "--format=%h", cwd=ROOT, check=False).stdout.strip()
         bench = Bench(args, folder, card, shape, TINY_WORK if args.small else WORK)
         for length in {work.prompt for work in bench.work.values()}:
             write_prompts(folder, length)
         home = ROOT / "runs" / "gpu" if args.small else ROOT / "benchmarks" / "results" / "gpu"
-        out = args.out or home / re.sub(r"\W+", "-", card["card"])
+        label = f"{card['card']} {card['model']}" if args.model else card["card"]
+        out = args.out or home / re.sub(r"\W+", "-", label)
         out.mkdir(parents=True, exist_ok=True)
         table, raw = out / "README.md", out / "rows.jsonl"
         rows = read_lines(raw) if raw.exists() else []

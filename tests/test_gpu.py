@@ -69,6 +69,23 @@ def test_a_step_that_fails_does_not_stop_the_others_and_the_results_of_two_calls
     assert call("--small", "--steps", "speaks")[0] is False
 
 
+def test_a_model_from_the_disk(gpu, call, monkeypatch):
+    steps = [("one", "shape", None, lambda bench: [{"hidden": bench.shape.hidden}], {})]
+    monkeypatch.setattr(gpu, "STEPS", steps)
+    monkeypatch.setattr(gpu, "ORDER", ["shape"])
+    monkeypatch.setattr(gpu, "ask", lambda *args: dict(CARD))
+    _, _, table, rows = call("--small", "--model", str(gpu.TINY / "model"))
+    assert rows[0]["hidden"] == 128 and "model qwen2-128" in table
+
+
+def test_a_program_in_front_of_the_script_stays_there(gpu, monkeypatch):
+    """--python "python imitation.py": with a launcher, too."""
+    monkeypatch.setattr(gpu.subprocess, "Popen", lambda command, **options: command)
+    for processes in 1, 2:
+        command = gpu.start(SimpleNamespace(python="py imitation.py"), processes, "f", 3)
+        assert command[0] == "py" and command[-5:] == ["imitation.py", gpu.__file__, "inside", "f", "3"]
+
+
 def test_a_script_that_breaks_shows_its_last_lines(gpu, call, monkeypatch, tmp_path):
     scripts = tmp_path / "scripts"
     scripts.mkdir()
