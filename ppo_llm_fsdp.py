@@ -1011,7 +1011,7 @@ NUMBER_AT_END = re.compile(
     [\s*$€£(\\]*+ (?:answer:)? [\s*$€£(\\]*+      # emphasis, a currency, an opening bracket
     (?:boxed\{)? ([-+]?) [\ $€£]*+                # \\boxed{, the sign
     (?=\.?\d) ((?:\d{1,3}(?:,\d{3})+|\d*+) (?:\.\d+)?)  # at least a digit: 1,234.5
-    [)}$€£%°*\\\ ]*+ [a-z\ ]*+                     # what closes it, a unit
+    [)}$€£%°*\\\ ]*+ [a-z\ /'()²³]*+              # what closes it, a unit
     [.,]? [)}$*\\\s]* (?:\n|$)                     # nothing else in this line
     """,
     re.VERBOSE | re.DOTALL | re.IGNORECASE,
@@ -1021,7 +1021,7 @@ NUMBER_AT_END = re.compile(
 def gsm8k_number(text):
     """The number after the last '####' as a float, e.g. -1234.0 for '#### $-1,234.', or NaN if there is no number.
 
-    Emphasis, a box or a unit may surround it: '#### **42**', '#### \\boxed{42}', '#### 42 km'. Any words are a unit. A
+    Emphasis, a box or a unit may surround it: '#### **42**', '#### \\boxed{42}', '#### 5 km/h'. Any words are a unit. A
     second number makes it no answer, and so does a dot before more words: '#### 3 + 4 = 7', '#### 3. Total cost'.
     """
     match = NUMBER_AT_END.match(text)
