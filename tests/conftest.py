@@ -36,7 +36,7 @@ TINY = ROOT / "benchmarks" / "tiny"
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 # The test files that take a copy of a script (--script), and of which.
 TAKES = dict.fromkeys(["architectures", "data", "devices", "faults", "forward", "launch", "loop", "math"], SCRIPTS)
-TAKES |= {"resume": SCRIPTS, "reward": SCRIPTS, "ranks": SCRIPTS[:2]}
+TAKES |= {"oracle": SCRIPTS, "resume": SCRIPTS, "reward": SCRIPTS, "ranks": SCRIPTS[:2]}
 TAKES |= {"groups": ("grpo_llm",), "sharding": ("ppo_llm_fsdp",)}
 PLACE = "SCRIPTS_UNDER_TEST"  # in the environment, which processes that tests start see, too: a folder
 torch.set_num_threads(1)

@@ -220,56 +220,52 @@ def test_a_run_that_has_no_checkpoint_yet_begins_anew(toy_run):
         assert [m["step"] for m in metrics] == [0, 1]
 
 
-def mislead(algo, monkeypatch, wrong, first=1):
-    """From this batch on, `wrong` changes the mask and the sampler's log-probs."""
+@pytest.fixture
+def mislead(algo, monkeypatch):
+    """mislead(wrong, first): from this batch on, `wrong` changes the mask and the sampler's log-probs."""
     batches, real = [], algo.to_batch
 
-    def to_batch(*args):
-        batches.append(args)
-        tokens, mask, logprobs, lengths = real(*args)
-        if len(batches) >= first:
-            mask, logprobs = wrong(mask, logprobs)
-        return tokens, mask, logprobs, lengths
+    def install(wrong, first=1):
+        def to_batch(*args):
+            batches.append(args)
+            tokens, mask, logprobs, lengths = real(*args)
+            if len(batches) >= first:
+                mask, logprobs = wrong(mask, logprobs)
+            return tokens, mask, logprobs, lengths
 
-    monkeypatch.setattr(algo, "to_batch", to_batch)
+        monkeypatch.setattr(algo, "to_batch", to_batch)
+
+    return install
 
 
 def shifted(mask, logprobs):
     return mask.roll(1, 1), logprobs.roll(1, 1)
 
 
-def no_numbers(mask, logprobs):
-    return mask, logprobs * math.nan
-
-
-def rounded(mask, logprobs):
-    return mask, logprobs - 1e-3
-
-
 @each_script()
-@pytest.mark.parametrize("wrong, first", [(shifted, 1), (no_numbers, 2)])
-def test_a_sampler_that_disagrees_ends_the_run_in_any_iteration(algo, toy_run, monkeypatch, tmp_path, wrong, first):
+@pytest.mark.parametrize("wrong, first", [(shifted, 1), (lambda mask, logprobs: (mask, logprobs * math.nan), 2)])
+def test_a_sampler_that_disagrees_ends_the_run_in_any_iteration(toy_run, mislead, tmp_path, wrong, first):
     """NaN is not above any limit, but is refused, too."""
-    mislead(algo, monkeypatch, wrong, first)
+    mislead(wrong, first)
     refused(toy_run, f"iteration {first}: sampler and training pass differ by")
     assert len(read_metrics(tmp_path / "runs" / "run0")) == first
 
 
 @each_script()
-def test_rounding_of_the_sampler_does_not_end_the_run(algo, toy_run, monkeypatch):
-    mislead(algo, monkeypatch, rounded)
+def test_rounding_of_the_sampler_does_not_end_the_run(toy_run, mislead):
+    mislead(lambda mask, logprobs: (mask, logprobs - 1e-3))
     _, metrics = toy_run()
     assert metrics[2]["rollout/logprob_diff"] == pytest.approx(1e-3, rel=0.01)
 
 
 @copies("ppo_llm", "ppo_llm_fsdp")
-def test_while_the_critic_warms_up_the_policy_is_logged_unchanged(algo, toy_run, monkeypatch):
+def test_while_the_critic_warms_up_the_policy_is_logged_unchanged(toy_run, mislead):
     """Its sampler is compared with the training pass all the same. What only its steps compute is left out."""
     _, (_, warm, trained) = toy_run(critic_warmup_iterations=1)
     assert {*trained} - {*warm} == {"actor/loss", "actor/entropy", "actor/grad_norm"}
     assert warm["actor/ratio_mean"] == warm["actor/ratio_max"] == 1 and warm["actor/approx_kl"] == 0
     assert warm["rollout/logprob_diff"] < 1e-5 and warm["critic/grad_norm"] > 0 and trained["actor/grad_norm"] > 0
-    mislead(algo, monkeypatch, shifted)
+    mislead(shifted)
     refused(lambda: toy_run(critic_warmup_iterations=1), "iteration 1: sampler and training pass differ by")
 
 

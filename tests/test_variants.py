@@ -19,7 +19,6 @@ from conftest import (
     compose,
     forked,
     make_model,
-    make_tokenizer,
     read_metrics,
     read_rows,
     refusal,
@@ -285,26 +284,16 @@ def test_what_stacks_is_a_script(stacked, tmp_path):
     ruff("check", "--isolated", "--select", "F", tmp_path)
 
 
-# The second change in the file of the first. To add a pair is to add a line.
-RUN_PAIRS = [
-    ("cispo", "replay"),
-    ("cispo", "icepop"),
-    ("dapo", "shared_prompt"),
-    ("gspo", "tool_call"),
-    ("distill", "pass_at_k"),
-    ("bypass", "adaptive_kl"),
-    ("target_kl", "anneal"),
-    ("vc_ppo", "two_turns"),  # of two scripts
-    ("vc_ppo", "fp16"),  # of two scripts
-    ("sapo", "cov"),
-    ("maxrl", "mask_truncated"),
-    ("optimal_baseline", "environment"),
-]
+# The second change in the file of the first.
+RUN_PAIRS = ["cispo replay", "cispo icepop", "dapo shared_prompt", "gspo tool_call", "distill pass_at_k", "sapo cov"]
+RUN_PAIRS += ["bypass adaptive_kl", "target_kl anneal", "maxrl mask_truncated", "optimal_baseline environment"]
+RUN_PAIRS += ["vc_ppo two_turns", "vc_ppo fp16"]  # of two scripts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", RUN_PAIRS, ids=" ".join)
+@pytest.mark.parametrize("pair", RUN_PAIRS)
 def test_pairs_train(pair, folder, stacked, tmp_path):
+    pair = tuple(pair.split())
     text, conflicts = stacked[pair] if pair in stacked else stacked[pair[::-1]]
     assert conflicts == 0
     path = tmp_path / f"{'_'.join(pair)}.py"
@@ -1038,13 +1027,9 @@ def test_lora_bf16_is_the_same_to_the_bit(folder, train, spy, rank, tied):
 REWARD_TEXTS = ["", "a", "ab c", "one two three four", "what is it?", "x" * 33, "12345", "a"]
 
 
-def make_classifier(folder, arch="llama", pad="<pad>", template=None, **config):
-    config = {"auto_class": AutoModelForSequenceClassification, "num_labels": 1, "seed": 3, "pad": pad} | config
-    make_model(folder, arch, **config)
-    tokenizer = make_tokenizer(pad)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+def make_classifier(folder, arch="llama", **config):
+    config = {"auto_class": AutoModelForSequenceClassification, "num_labels": 1, "seed": 3} | config
+    return make_model(folder, arch, **config)
 
 
 @pytest.fixture
@@ -1079,7 +1064,7 @@ CLASSIFIERS += [("llama", "<pad>", {"padding_side": side, "pad_token": "<eos2>"}
 @pytest.mark.parametrize("arch, pad, saved", CLASSIFIERS)
 def test_a_reward_model_scores_as_row_by_row(classify, tmp_path, arch, pad, saved):
     """Rows of unequal lengths, one of them twice; one by one to the bit. Some texts end in the padding token."""
-    folder = make_classifier(tmp_path / "rm", arch, pad)
+    folder = make_classifier(tmp_path / "rm", arch, pad=pad)
     if saved:
         AutoTokenizer.from_pretrained(folder, **saved).save_pretrained(folder)
     texts = [*REWARD_TEXTS, "then<pad>", "then<eos>"]
@@ -1094,7 +1079,8 @@ def test_a_reward_model_scores_as_row_by_row(classify, tmp_path, arch, pad, save
 
 def test_a_reward_model_reads_chats_by_its_own_template(classify, tmp_path):
     template = "{% for m in messages %}{{ m.role[0] }}#{{ m.content }}\n{% endfor %}"
-    folder = make_classifier(tmp_path / "rm", template=template)
+    folder = make_classifier(tmp_path / "rm")
+    AutoTokenizer.from_pretrained(folder, chat_template=template).save_pretrained(folder)
     found, expected = classify(folder, REWARD_TEXTS, 4, [f"u#ask\na#{text}\n" for text in REWARD_TEXTS])
     assert found == pytest.approx(expected, abs=1e-5)
 
