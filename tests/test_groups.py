@@ -82,19 +82,13 @@ def test_a_group_shares_one_prefill_and_has_noise_of_its_own(toy_run, spy):
 CONSTANT_REWARD = """
 def half(prompts, responses, answers):
     return [float(prompt in sorted(set(prompts))[:2]) * i for i, prompt in enumerate(prompts)]
-
-
-def one(prompts, responses, answers):
-    return [1.0] * len(prompts)
 """
 
 
-def test_groups_that_score_alike_are_counted_and_teach_nothing(toy_run, tmp_path):
+def test_groups_that_score_alike_are_counted(toy_run, tmp_path):
     (tmp_path / "constant_reward.py").write_text(CONSTANT_REWARD)
     _, (_, m) = toy_run(reward=f"{tmp_path}/constant_reward.py:half", total_iterations=1)
     assert m["group/zero_std_frac"] == 0.5  # two of four prompts
-    _, (_, m) = toy_run(reward=f"{tmp_path}/constant_reward.py:one", total_iterations=1, kl_loss_coef=0.0)
-    assert m["group/zero_std_frac"] == 1 and m["actor/grad_norm"] == m["advantage/std"] == 0
     _, (_, m) = toy_run(group_size=1, batch_size=8, estimator="reinforce_pp", total_iterations=1)
     assert "group/zero_std_frac" not in m and m["actor/grad_norm"] > 0
 

@@ -16,7 +16,7 @@ import pytest
 import ranks
 import refresh
 import torch
-from conftest import ROOT, each_script, make_model
+from conftest import ROOT, each_script, make_model, run_main
 from matplotlib import pyplot
 from PIL import Image
 from safetensors.torch import load_file
@@ -24,13 +24,7 @@ from test_project import CEILINGS, check_flags, load_benchmark, load_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 NOTES = sorted((ROOT / "notes").glob("[0-9]*.md"))
-PAGES = [
-    *sorted((ROOT / "notes").glob("*.md")),
-    ROOT / "README.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "benchmarks" / "README.md",
-]
+PAGES = [*sorted((ROOT / "notes").glob("*.md")), *sorted(ROOT.glob("[A-Z]*.md")), ROOT / "benchmarks" / "README.md"]
 GUIDE = ROOT / "notes" / "guide.md"
 RESULTS = ROOT / "benchmarks" / "results"
 read_runs = load_benchmark("plot").read_runs
@@ -197,8 +191,7 @@ def test_the_guide_merges_an_adapter_without_loss(script, toy_flags, tmp_path, m
     base = make_model(tmp_path / "model")
     AutoModelForCausalLM.from_pretrained(base).bfloat16().save_pretrained(base)
     flags = toy_flags | {"model": base, "lora_rank": 8, "lr": 1e-4, "total_iterations": 1}
-    algo = load_script(script.stem)
-    algo.main(algo.Args(**flags | {"output_dir": str(tmp_path / "runs"), "run_name": "lora"}))
+    run_main(load_script(script.stem), flags | {"output_dir": str(tmp_path / "runs"), "run_name": "lora"})
     blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", GUIDE.read_text())
     (lines,) = (part for part in blocks if "merge_and_unload" in part)
     monkeypatch.chdir(tmp_path)

@@ -16,9 +16,8 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
-from conftest import each_script, read_metrics
-from ranks import fixed_responses, load_script, run_ranks, whole
+from conftest import each_script
+from ranks import load_script, run_ranks, train, whole
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -55,15 +54,11 @@ def record(script, flags):
         found["steps"][-1]["after"] = {names[p]: whole(p) for p in held if p in names}
 
     with ExitStack() as stack:
-        generate = fixed_responses(algo, flags.get("group_size", 1))
-        replaced = {"compute_scores": compute_scores, "forward_all": forward_all, "generate": generate}
-        stack.enter_context(mock.patch.multiple(algo, **replaced))
-        stack.enter_context(mock.patch.object(PartialState, "destroy_process_group", lambda *args: None))
+        stack.enter_context(mock.patch.multiple(algo, compute_scores=compute_scores, forward_all=forward_all))
         for hook in register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after):
             stack.callback(hook.remove)
-        AcceleratorState._reset_state(True)
-        run_dir = algo.main(algo.Args(**flags))
-    return found | {"metrics": read_metrics(run_dir)}
+        (run,) = train(str(script), [(flags, {"fixed": True})])
+    return found | {"metrics": run["metrics"]}
 
 
 # -------------------------------------------------------------------------------------------------------- the oracle

@@ -92,7 +92,7 @@ def test_the_mask_is_the_response_up_to_its_eos(model):
 # --- chapter 1, which builds the file
 
 CHAPTER = (ROOT / "notes" / "01-ppo.md").read_text()
-common = load_benchmark("common")
+common, read_runs = load_benchmark("common"), load_benchmark("plot").read_runs
 NOISES = {  # baseline in noise.csv, digits
     "none, scores 10 and 11": ("none, scores 10 and 11", 0),
     "none, scores 0 and 1": ("none", 1),
@@ -110,12 +110,6 @@ def test_the_pieces_of_the_chapter_are_those_of_the_file():
         assert piece in source, piece
 
 
-def runs_of(*place):
-    """The rows of a folder's seeds, one for each iteration."""
-    paths = common.RESULTS.joinpath(*place).glob("seed_*.csv")
-    return [common.read_csv(path) for path in sorted(paths)]
-
-
 def cells_of(words):
     """Of the row of a table that begins with these words."""
     (cells,) = re.findall(rf"(?m)^\| {re.escape(words)} \| (.*) \|$", CHAPTER)
@@ -127,16 +121,16 @@ def test_the_tables_of_scores_are_what_the_runs_say():
     rows = re.findall(r"(?m)^\| .* \(`([\w-]+)`\) \| (.*) \|$", CHAPTER)
     assert len(rows) == 14
     for name, cells in rows:
-        runs = runs_of(name)[:3] if "(" in cells else runs_of("variants", name)
+        runs = read_runs(common.RESULTS / name)[:3] if "(" in cells else read_runs(common.RESULTS / "variants" / name)
         zero = 10 * ("ten" in name)
         said = []
         for step in (0, 10, 20, 40) if cells.count("|") == 3 else (10, 20, 40):
-            scores = [float(run[step]["eval/score_sampled"]) - zero for run in runs]
+            scores = [run[step]["eval/score_sampled"] - zero for run in runs]
             said.append(common.spread(scores) if "(" in cells else ", ".join(f"{score:.2f}" for score in scores))
         assert cells.endswith(" | ".join(said)), name
     for words in "ratio only (`ppo-epochs4-ratio`)", "ratio and clip (`ppo-epochs4`)":
-        runs = runs_of("variants", words.split("`")[1])
-        largest = [[float(row["actor/ratio_max"]) for row in run[1:]] for run in runs]
+        runs = read_runs(common.RESULTS / "variants" / words.split("`")[1])
+        largest = [[row["actor/ratio_max"] for row in run[1:]] for run in runs]
         said = [", ".join(f"{max(x):.0f}" for x in largest), ", ".join(f"{statistics.median(x):.1f}" for x in largest)]
         assert cells_of(words)[:2] == said
     ten, _, forty = [re.sub(r"(.*),", r"\1 and", cell) for cell in cells_of("ratio only (`ppo-epochs4-ratio`)")[2:]]
