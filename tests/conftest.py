@@ -87,6 +87,13 @@ def the_copy():
     return next((name for name in SCRIPTS if PLACE in os.environ and not path_of(name).is_symlink()), None)
 
 
+def ruff(*words):
+    """Its complaints fail. By the project's rules, wherever the files are."""
+    command = [sys.executable, "-m", "ruff", *map(str, words), "--config", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 # Mark: of these scripts the test takes a copy (--script), where that is not clear from its fixtures.
 copies = pytest.mark.copies
 

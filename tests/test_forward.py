@@ -51,22 +51,15 @@ def with_a_head(critic):
     return critic
 
 
-def make_rows(algo, lengths=LENGTHS):
-    """Rows of data and Responses of these lengths; of the first response, the tokens 2 and 3 are an environment's."""
-    rng, rows, responses = random.Random(0), [], []
-    for p, n in lengths:
-        prompt, ids = ([rng.randrange(FIRST_CHAR, VOCAB) for _ in range(k)] for k in (p, n))
-        logprobs = [-rng.random() for _ in ids]
-        if not responses and n > 4:
-            logprobs[2:4] = [algo.NOT_SAMPLED] * 2
-        rows.append({"input_ids": prompt})
-        responses.append(algo.Response(ids, logprobs, False))
-    return rows, responses
-
-
 def make_batch(algo):
-    """tokens, mask (B,L)."""
-    return algo.to_batch(*make_rows(algo), "cpu")[:2]
+    """tokens, mask (B,L) of these lengths; of the first response, the tokens 2 and 3 are an environment's."""
+    rng, rows, responses = random.Random(0), [], []
+    for p, n in LENGTHS:
+        prompt, ids = ([rng.randrange(FIRST_CHAR, VOCAB) for _ in range(k)] for k in (p, n))
+        rows.append({"input_ids": prompt})
+        responses.append(algo.Response(ids, [-rng.random() for _ in ids], False))
+    responses[0].logprobs[2:4] = [algo.NOT_SAMPLED] * 2
+    return algo.to_batch(rows, responses, "cpu")[:2]
 
 
 def prompts_of(*lengths):

@@ -355,18 +355,6 @@ def test_the_critic_may_be_another_model(algo, toy_run, spy, tmp_path):
     assert loads == [(other, 0)]
 
 
-@each_script()
-def test_an_optimizer_holds_what_is_trained_and_saved(toy_run, spy, algo):
-    """All of it, once, and nothing else."""
-    saved = spy(algo, "save_checkpoint", lambda path, trainees, *rest: trainees)
-    toy_run(total_iterations=1, save_every=1, lora_rank=2)
-    for model, optimizer in saved[0].values():
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        assert 0 < len(held) == len(trained) < len(list(model.parameters()))
-        assert {*map(id, held)} == {*map(id, trained)}
-
-
 @copies("ppo_llm", "ppo_llm_fsdp")
 def test_sizes_that_do_not_divide(toy_run):
     refused(lambda: toy_run(batch_size=10), "--batch-size", "--minibatch-size", "1 processes")

@@ -20,7 +20,7 @@ from dataclasses import fields
 import pytest
 import ranks
 import yaml
-from conftest import ROOT, TINY, read_rows, write_rows
+from conftest import ROOT, TINY, read_rows, ruff, write_rows
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -222,10 +222,8 @@ def test_scripts_compose(tmp_path):
     done = subprocess.run(merge.split(), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "<<<<<<<" not in done.stdout, "conflicts"
     (tmp_path / "grpo_llm_fsdp.py").write_text(done.stdout)
-    for check in (["check"], ["format", "--check"]):
-        command = [sys.executable, "-m", "ruff", *check, "--config", str(ROOT / "pyproject.toml")]
-        done = subprocess.run([*command, "grpo_llm_fsdp.py"], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
+    ruff("check", tmp_path)
+    ruff("format", "--check", tmp_path)
 
 
 def test_scripts_do_nothing_when_imported(tmp_path):

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from conftest import (
     read_metrics,
     read_rows,
     refusal,
+    ruff,
     run_main,
     untimed,
     write_rows,
@@ -198,15 +198,10 @@ def test_patches_are_small():
     assert statistics.median(hunks for *_, hunks in sizes) <= 5
 
 
-def ruff(*words):
-    done = subprocess.run([sys.executable, "-m", "ruff", *map(str, words)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-
-
 def test_variants_are_linted_and_formatted(folder):
     files = [folder / f"{name}_llm.py" for name in NAMES]
-    ruff("check", "--config", ROOT / "pyproject.toml", *files)
-    ruff("format", "--check", "--config", ROOT / "pyproject.toml", *files)
+    ruff("check", *files)
+    ruff("format", "--check", *files)
 
 
 def test_a_changed_script_is_merged_three_ways(monkeypatch, tmp_path):
@@ -281,7 +276,7 @@ def test_what_stacks_is_a_script(stacked, tmp_path):
         if not conflicts:
             (tmp_path / f"{file.removesuffix('.py')}_{change}.py").write_text(text)
     assert len(list(tmp_path.iterdir())) > len(NAMES)
-    ruff("check", "--isolated", "--select", "F", tmp_path)
+    ruff("check", "--select", "F", tmp_path)
 
 
 # The second change in the file of the first.

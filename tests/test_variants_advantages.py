@@ -186,25 +186,21 @@ def test_who_is_shown_which_solution(variant):
     assert find(scores, texts, 3, 0.5) == ["c", "a", "a", None, None, None, "h", None, "h"]
 
 
-def test_the_teachers_prompt(variant, tmp_path):
+def test_the_teachers_prompt_by_a_template(variant, tmp_path):
+    """The solution is in the user's turn."""
     algo, tokenizer = variant("self_distill"), make_tokenizer()
     args = algo.Args(model="m")
-    table = algo.datasets.Dataset.from_list([{"question": "what is a", "answer": "1"}])
     args.reward, args.max_prompt_length = "file.py:other", 50
-    ((row,), _) = algo.load_prompts("d", table, args, tokenizer)
-    ids = algo.ask_again(row, "bcd", tokenizer, args)
-    text = tokenizer.decode(ids)
-    assert ids[: len(row["input_ids"])] == row["input_ids"] and "\n\nbcd\n\n" in text
-    assert text.endswith("orrectly solve the original question.")  # the tests' tokenizer has no capitals
+    table = algo.datasets.Dataset.from_list([{"question": "what is a", "answer": "1"}])
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}-{{ m.content }}<eos>{% endfor %}"
         "{% if add_generation_prompt %}assistant-{% endif %}"
     )
     ((row,), _) = algo.load_prompts("d", table, args, tokenizer)
-    ids = algo.ask_again(row, "bcd", tokenizer, args)
-    text = tokenizer.decode(ids)
+    text = tokenizer.decode(algo.ask_again(row, "bcd", tokenizer, args))
     assert text.startswith("user-what is a\n") and "\n\nbcd\n\n" in text
-    assert text.endswith("orrectly solve the original question.<eos>assistant-")  # the hint is in the user's turn
+    # The tests' tokenizer has no capitals.
+    assert text.endswith("orrectly solve the original question.<eos>assistant-")
 
 
 def test_the_self_teacher_rates_the_students_own_tokens(variant, train, folder, spy):
