@@ -12,19 +12,8 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import (
-    SCRIPTS,
-    as_flags,
-    compose,
-    each_script,
-    forked,
-    launch,
-    read_metrics,
-    refusal,
-    run_main,
-    start,
-    untimed,
-)
+from accelerate.state import AcceleratorState
+from conftest import SCRIPTS, as_flags, compose, each_script, forked, launch, read_metrics, refusal, start, untimed
 from ranks import BrokenOff, free_port, load_script, run_ranks, run_script, train
 from transformers import PreTrainedTokenizerBase
 
@@ -117,7 +106,8 @@ def test_what_another_script_or_version_wrote_is_refused_and_left_alone(script, 
     known = {field.name for field in dataclasses.fields(other.Args)}
     flags = {name: value for name, value in (toy_flags | {"group_size": 2}).items() if name in known}
     flags |= {"total_iterations": 1, "save_every": 1, "output_dir": str(tmp_path / "runs"), "run_name": "run"}
-    run_dir = run_main(other, flags)
+    run_dir = other.main(other.Args(**flags))
+    AcceleratorState._reset_state(True)
     (path,) = run_dir.glob("checkpoints/*")
     if writer == "version 0.3":  # a folder with one file, also of the iteration before a newer one
         remove(path)
