@@ -12,11 +12,8 @@ each was rounded to one of 16 levels, and what we train is a float32 copy of the
 those of the model on the hub, and wherever we report one, we say "4-bit weights".
 
 `additions` asks for the sum of two numbers below 100. `shopping` asks for the result of one small step ("Mia has 5 pens
-and buys 3 more. How many pens does Mia have now?"), and for the number at the end. Rewards are functions of this file,
-`--reward benchmarks/real.py:NAME`:
-
-    last_number   1 if the last whole number of the response is the answer: what it states at the end
-    any_number    1 if the answer is any of its numbers. Lenient: a list of many numbers is right
+and buys 3 more. How many pens does Mia have now?"), and for the number at the end. The reward is `last_number` of this
+file, `--reward benchmarks/real.py:last_number`: 1 if the last whole number of the response is the answer.
 
 Runs evaluate `validation.jsonl` and choose `best/` by it. `test.jsonl` has other rows, for the score that is reported.
 """
@@ -169,11 +166,6 @@ def numbers(text):
 def last_number(responses, answers):
     """1 if the last whole number of the response is the answer."""
     return [float(numbers(text)[-1:] == [answer]) for text, answer in zip(responses, answers)]
-
-
-def any_number(responses, answers):
-    """1 if the answer is among the whole numbers of the response."""
-    return [float(answer in numbers(text)) for text, answer in zip(responses, answers)]
 
 
 # ---------------------------------------------------------------------------------------------------------- the results

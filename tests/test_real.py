@@ -33,11 +33,8 @@ def test_whole_numbers_of_a_text():
 def test_what_a_response_states_in_the_end():
     """A formula of the question is no answer, whatever its value."""
     right = ["11 + 72 = 83", "11 + 72 = 83.", "84 or 83"]
-    among_others = ["83 = 11 + 72", "83 or 84"]
-    wrong = ["11 + 72", "", "11 + 72 = 8 3"]
-    responses = [*right, *among_others, *wrong]
-    assert real.last_number(responses, ["83"] * 8) == [1, 1, 1, 0, 0, 0, 0, 0]
-    assert real.any_number(responses, ["83"] * 8) == [1, 1, 1, 1, 1, 0, 0, 0]
+    wrong = ["83 = 11 + 72", "83 or 84", "11 + 72", "", "11 + 72 = 8 3"]
+    assert real.last_number([*right, *wrong], ["83"] * 8) == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("task, run", [("additions", "additions-1"), ("shopping", "shopping")])

@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import common
 import plot
-import variants
 
 import grpo_llm as algo
 
@@ -134,8 +133,8 @@ def cost(args):
     lines = []
     with tempfile.TemporaryDirectory() as top:
         Path(top, "benchmarks").symlink_to(common.ROOT / "benchmarks")
-        scripts = {"generate": common.ROOT / "grpo_llm.py", "vllm": Path(top, "vllm_llm.py")}
-        scripts["vllm"].write_text(variants.patched("vllm"))
+        names = {"generate": "grpo_llm", "vllm": "vllm_llm"}
+        scripts = {sampler: common.find_script(name, Path(top)) for sampler, name in names.items()}
         for size, shape in SIZES.items():
             words = COST.split()
             if shape:

@@ -21,7 +21,6 @@ import shlex
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -55,17 +54,14 @@ def run_once(name, seed, data):
         words = ["--seed", seed, *flags, "--model", f"{data}/stories260K"]
         words += ["--dataset", f"{data}/story_prompts/story_train.parquet"]
         words += ["--eval-dataset", f"{data}/story_prompts/story_test.parquet"]
-        words += ["--reward", f"{common.ROOT}/benchmarks/rewards.py:sad", "--output-dir", runs, "--run-name", "run"]
-        start = time.time()
-        common.run(common.launcher(2, common.ROOT / script, *words))
-        seconds, rows = time.time() - start, plot.read_run(Path(runs) / "run")
+        words += ["--reward", f"{common.ROOT}/benchmarks/rewards.py:sad"]
+        rows = learning.train(common.ROOT / script, words, Path(runs) / "run", processes=2)
         files = sorted((Path(runs) / "run" / "completions").glob("eval_sampled_*.jsonl"))
         evaluations = {int(file.stem.rpartition("_")[2]): common.read_lines(file) for file in files}
     for row in rows:
         if evaluation := evaluations.get(row["step"]):
             row["eval/distinct_bigrams"] = distinct_bigrams([line["response"] for line in evaluation])
             row["eval/score_sampled_std"] = statistics.stdev(line["score"] for line in evaluation)
-    rows[-1]["time/launch_to_exit"] = seconds
     (RESULTS / name).mkdir(parents=True, exist_ok=True)
     learning.write_compact(rows, RESULTS / name / f"seed_{seed}.csv")
     return evaluations[0], evaluations[max(evaluations)]

@@ -22,16 +22,15 @@ import copy
 import functools
 import importlib
 import math
-import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+import common
 import plot
 import torch
 from common import RESULTS, ROOT, read_csv
@@ -201,24 +200,20 @@ def produce(name):
     script, *flags = shlex.split(SYMPTOMS[name])
     with tempfile.TemporaryDirectory() as temporary:
         run_dir = Path(temporary) / "run"
-        command = [sys.executable, str(ROOT / script), *flags, "--output-dir", temporary, "--run-name", "run"]
-        command += ["--track", "none", "--save-every", "1000"]
-        with open(f"{temporary}/errors.txt", "w+") as file:
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
-            run = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=file)
-            _, status, usage = os.wait4(run.pid, 0)
-            run.returncode = os.waitstatus_to_exitcode(status)
-            file.seek(0)
-            said = file.read().strip().splitlines()
-        last = said[-1:] if run.returncode else [line for line in said if line.startswith("error: ")][:1]
+        command = [sys.executable, ROOT / script, *flags, "--output-dir", temporary, "--run-name", "run"]
+        try:
+            said, peak = common.run([*command, "--track", "none", "--save-every", "1000"])
+            last = [line for line in said.splitlines() if line.startswith("error: ")][:1]
+        except SystemExit as error:  # with the last of what it printed
+            last, peak = str(error).splitlines()[-1:], 0
         if last:
             (RUNS / f"{name}.txt").write_text(last[0].replace(str(run_dir), f"runs/{name}") + "\n")
         if (run_dir / "metrics.jsonl").is_file():
             rows = plot.read_run(run_dir)
             if not rows[-1].get("memory/peak_gib"):  # the scripts measure that of a GPU only
-                rows[-1]["memory/peak_gib"] = usage.ru_maxrss / 2**20
+                rows[-1]["memory/peak_gib"] = peak / 2**30
             write_compact(rows, RUNS / f"{name}.csv")
-    print(f"{name}: exit code {run.returncode}", flush=True)
+    print(f"{name}: {last or 'done'}", flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- the table

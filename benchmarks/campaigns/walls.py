@@ -35,7 +35,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import common
 import tiny_ppo
-import variants
 
 import grpo_llm
 import ppo_llm
@@ -190,7 +189,7 @@ def shared(_):
     mask over the whole row.
     """
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "shared_prompt_llm.py").write_text(variants.patched("shared_prompt"))
+        common.find_script("shared_prompt_llm", Path(folder))
         sys.path.insert(0, folder)
         import shared_prompt_llm
     config = AutoConfig.from_pretrained(common.TINY / "model", max_position_embeddings=2048)
