@@ -1,6 +1,5 @@
 """Train with the variants, and with the scripts that they change, to compare: benchmarks/results/variants/.
 
-    python benchmarks/variant_runs.py list
     python benchmarks/variant_runs.py run cispo ...          all whose names begin with it, all seeds, two at a time
     python benchmarks/variant_runs.py table                  README.md with a line for each experiment
 
@@ -175,13 +174,10 @@ Lengths, of the sampled test answers, means over the seeds (their score above co
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("list", "run", "table"))
+    parser.add_argument("command", choices=("run", "table"))
     parser.add_argument("names", nargs="*")
     args = parser.parse_args()
-    if args.command == "list":
-        for name, (base, flags, seeds) in EXPERIMENTS.items():
-            print(f"{name:20} {seeds} seeds  {base} {flags}")
-    elif args.command == "run":
+    if args.command == "run":
         chosen = [name for prefix in args.names for name in EXPERIMENTS if name.startswith(prefix)]
         todo = [(name, seed) for seed in (1, 2, 3) for name in chosen if seed <= EXPERIMENTS[name][2]]
         with ThreadPoolExecutor(2) as pool:

@@ -28,6 +28,7 @@ import plot
 import grpo_llm as algo
 
 RESULTS = common.RESULTS / "engines"
+SEEDS = 1, 2, 3  # of the noise
 PRECISIONS = "float32", "bfloat16", "float16"
 FIVE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 5, "num_attention_heads": 8}
 FIFTY = {"hidden_size": 640, "intermediate_size": 2560, "num_hidden_layers": 8, "num_attention_heads": 20}
@@ -87,7 +88,7 @@ def ess(weights):
     return (weights.mean() ** 2 / weights.square().mean()).item()
 
 
-def precision(args):
+def precision():
     """A line for each sampler, precision and seed of the noise."""
     folder = str(common.TINY / "model")
     model = algo.load_model(folder, AutoModelForCausalLM)
@@ -98,7 +99,7 @@ def precision(args):
     lines = []
     for name in PRECISIONS:
         engine = start_engine(folder, name)
-        for sampler, seed in itertools.product(("generate", "vllm"), args.seeds):
+        for sampler, seed in itertools.product(("generate", "vllm"), SEEDS):
             stream = torch.Generator().manual_seed(seed)
             uniforms = torch.rand(len(rows), 96, generator=stream, dtype=torch.float64)
             if sampler == "vllm":
@@ -129,7 +130,7 @@ def measure(script, words, folder):
     return statistics.median(rollouts[1:]), statistics.median(seconds[1:] or [0]), peak / 2**30
 
 
-def cost(args):
+def cost():
     lines = []
     with tempfile.TemporaryDirectory() as top:
         Path(top, "benchmarks").symlink_to(common.ROOT / "benchmarks")
@@ -141,7 +142,7 @@ def cost(args):
                 common.make_model(f"{top}/{size}", shape)
                 words += ["--model", f"{top}/{size}", "--dataset", f"{common.TINY}/train.jsonl", "--prompt-suffix", ""]
                 words += ["--eval-dataset", f"{common.TINY}/test.jsonl"]
-            for number, (sampler, script) in itertools.product(range(1, args.rounds + 1), scripts.items()):
+            for number, (sampler, script) in itertools.product(range(1, 4), scripts.items()):
                 flags = [*words, "--cache-gib", "0.25"] if sampler == "vllm" else words
                 with tempfile.TemporaryDirectory() as folder:
                     rollout, hand_over, memory = measure(script, flags, folder)
@@ -151,7 +152,7 @@ def cost(args):
     common.write_csv(RESULTS / "cost.csv", lines)
 
 
-def table(_):
+def table():
     """Lowest and highest over the seeds; medians over the rounds."""
     text = GAPS
     metrics = "logprob_diff", "unsure_diff", "largest", "ess_token", "ess_response"
@@ -176,7 +177,4 @@ if __name__ == "__main__":
     commands = {command.__name__: command for command in (precision, cost, table)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=commands)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    commands[arguments.command](arguments)
+    commands[parser.parse_args().command]()

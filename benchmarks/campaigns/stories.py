@@ -101,12 +101,11 @@ def show_stories(name, seed, before, after, count):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=[*RUNS])
     args = parser.parse_args()
     if not os.environ.get("LLM_RL_DATA"):
         sys.exit("error: set LLM_RL_DATA to the folder with stories260K/ and story_prompts/")
     for seed in args.seeds:
-        for name in args.runs:
+        for name in RUNS:
             before, after = run_once(name, seed, os.environ["LLM_RL_DATA"])
             if seed == args.seeds[0]:
                 text = show_stories(name, seed, before, after, 3 if name.endswith("off") else 10)
