@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.metadata import packages_distributions
 from types import SimpleNamespace
 
 import datasets
@@ -41,7 +41,7 @@ LINE = r"accelerate launch (?:--multi_gpu --num_processes (\d+) )?(\w+)\.py (.* 
 RUNS = {m[4]: (m[2], int(m[1] or 1), shlex.split(m[3])) for m in map(re.compile(LINE).fullmatch, COMMANDS) if m}
 LOOKS = "look", "score"  # they train nothing
 WITH_VLLM = [name for name in RUNS if "vllm" in name]
-MARKS = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
+MARKS = [pytest.mark.slow, pytest.mark.skipif("vllm" not in packages_distributions(), reason="no vLLM")]
 
 
 @pytest.fixture(scope="module")
