@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, each_script, forked, make_tokenizer, read_metrics
 from ranks import load_script
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 families = load_script(ROOT / "benchmarks" / "campaigns" / "families.py")
 # One of each kind: plain, learned positions, tied, a cap, scales, a window, experts, and hybrids with linear attention,
@@ -107,6 +107,30 @@ def test_two_passes_of_training_are_the_same(algo, folder_of, tmp_path):
     policy = algo.Policy(algo.load_model(str(tmp_path / "model"), AutoModelForCausalLM), 1.0).train()
     first, second = (policy(*batch())[0] for _ in range(2))
     assert torch.equal(first, second)
+
+
+class Bent(LlamaForCausalLM):
+    """Does what no model does: to the hidden state before its head, and to the logits behind it."""
+
+    def forward(self, *args, **kwargs):
+        output = self.model(*args, **{name: x for name, x in kwargs.items() if name != "logits_to_keep"})
+        output.logits = (self.lm_head(output.last_hidden_state * 0.5) * 3).sin() + 1
+        return output
+
+
+def test_logits_are_those_of_the_model_whatever_it_does_to_them(algo, folder_of):
+    model = Bent.from_pretrained(folder_of("llama")).eval()
+    tokens, mask = batch()
+    policy = algo.Policy(model, 1.0)
+    policy.chunk_elements = 420 * 5
+    logprobs, _ = policy(tokens, mask)
+    expected = model(tokens).logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    assert (logprobs[:, :-1] - expected).abs().max() < 1e-5
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
+    parameters = list(model.parameters())
+    ours = torch.autograd.grad((logprobs[:, :-1] * weights).sum(), parameters)
+    theirs = torch.autograd.grad((expected * weights).sum(), parameters)
+    assert all(torch.allclose(a, b, atol=1e-4, rtol=1e-3) for a, b in zip(ours, theirs))
 
 
 def tower(weights):

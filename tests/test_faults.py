@@ -1,19 +1,40 @@
-"""Short forms of the campaigns of benchmarks/campaigns/faults.py: a short grace, a long run, bad input.
-
-Kills: test_resume.py."""
+"""Short forms of the campaigns of benchmarks/campaigns/faults.py: kills at random moments, a long run, bad input."""
 
 import os
+import random
 import sys
 
 import psutil
 import pytest
 import torch
-from conftest import ROOT, untimed
+from conftest import ROOT, each_script, forked, untimed
 
 sys.path.insert(0, str(ROOT / "benchmarks" / "campaigns"))
 import faults
 
 pytestmark = pytest.mark.slow
+RUN = {"track": "none", "total_iterations": 6, "eval_every": 3, "eval_rows": 3, "save_every": 1}
+OWN = {"ppo_llm": {}, "grpo_llm": {"estimator": "rloo"}, "ppo_llm_fsdp": {"lora_rank": 4}}
+
+
+@each_script()
+def test_a_rank_killed_at_any_moment(script, toy_flags, tmp_path):
+    """Perhaps while a checkpoint is being written: gone on with, the run ends as the undisturbed one."""
+    flags = toy_flags | RUN | OWN[script.stem] | {"output_dir": str(tmp_path)}
+    code, console = forked(script, flags | {"run_name": "whole"})
+    assert code == 0, console
+    noise = random.Random(script.stem)
+    lines, victim, run_dir = noise.randrange(1, 7), noise.randrange(2), tmp_path / "killed"
+
+    def kill(processes):
+        metrics = run_dir / "metrics.jsonl"
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
+            processes[victim].kill()
+
+    code, console = forked(script, flags | {"run_name": "killed"}, meanwhile=kill)
+    assert code != 0, console
+    code, console = forked(script, flags | {"run_name": "killed", "resume": True})
+    assert code == 0 and faults.outcome(run_dir) == faults.outcome(tmp_path / "whole"), console
 
 
 @pytest.mark.parametrize("every, moment", [(10, "reward"), (1, "reward"), (10, "update")])

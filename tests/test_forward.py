@@ -1,5 +1,4 @@
-"""Passes and sampling: chunks, dropout, precision, heads, caches, batches. Their numbers: test_oracle.py, and for other
-kinds of models test_architectures.py."""
+"""Log-probs, values and sampling against the plainest computation there is: one unpadded prefix at a time."""
 
 import random
 
@@ -15,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GenerationConfig,
 )
 
 pytestmark = copies("ppo_llm", "grpo_llm")  # the sharded script samples and loads with the ranks of a group
@@ -51,15 +51,22 @@ def with_a_head(critic):
     return critic
 
 
-def make_batch(algo):
-    """tokens, mask (B,L) of these lengths; of the first response, the tokens 2 and 3 are an environment's."""
+def make_rows(algo, lengths=LENGTHS):
+    """Rows of data and Responses of these lengths; of the first response, the tokens 2 and 3 are an environment's."""
     rng, rows, responses = random.Random(0), [], []
-    for p, n in LENGTHS:
+    for p, n in lengths:
         prompt, ids = ([rng.randrange(FIRST_CHAR, VOCAB) for _ in range(k)] for k in (p, n))
+        logprobs = [-rng.random() for _ in ids]
+        if not responses and n > 4:
+            logprobs[2:4] = [algo.NOT_SAMPLED] * 2
         rows.append({"input_ids": prompt})
-        responses.append(algo.Response(ids, [-rng.random() for _ in ids], False))
-    responses[0].logprobs[2:4] = [algo.NOT_SAMPLED] * 2
-    return algo.to_batch(rows, responses, "cpu")[:2]
+        responses.append(algo.Response(ids, logprobs, False))
+    return rows, responses
+
+
+def make_batch(algo):
+    """tokens, mask (B,L)."""
+    return algo.to_batch(*make_rows(algo), "cpu")[:2]
 
 
 def prompts_of(*lengths):
@@ -78,6 +85,18 @@ def sample(algo, model, prompts, uniforms, eos_ids=(EOS,), temperature=1.0):
 # --- Policy ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_logprobs_equal_bare_prefixes(algo, model, temperature):
+    tokens, mask = make_batch(algo)
+    logprobs, entropy = algo.Policy(model, temperature)(tokens, mask)
+    for i, t in mask.nonzero().tolist():
+        expected = (model(tokens[i : i + 1, : t + 1]).logits[0, -1] / temperature).log_softmax(-1)
+        assert logprobs[i, t].item() == pytest.approx(expected[tokens[i, t + 1]].item(), abs=2e-5)
+        assert entropy[i, t].item() == pytest.approx(-(expected.exp() * expected).sum().item(), abs=2e-5)
+    assert logprobs.dtype == entropy.dtype == torch.float32 and mask.sum() == 17
+    assert not logprobs[~mask].any() and not entropy[~mask].any()
+
+
 def test_chunks_change_neither_results_nor_gradients(algo, model, spy):
     """Logits exist only for the 17 actions, a chunk of them at a time, and the backward pass computes them again."""
     tokens, mask = make_batch(algo)
@@ -92,7 +111,7 @@ def test_chunks_change_neither_results_nor_gradients(algo, model, spy):
         policy.zero_grad()
         policy.chunk_elements = chunk_elements
         logprobs, entropy = policy(tokens, mask)
-        assert rows == sizes and not logprobs[~mask].any() and not entropy[~mask].any()
+        assert rows == sizes
         (weight * (logprobs + 0.3 * entropy)).sum().backward()
         assert len(rows) == 2 * len(sizes)
         found = [logprobs, entropy, *(p.grad.clone() for p in policy.parameters())]
@@ -140,6 +159,37 @@ def test_bfloat16_autocast_returns_float32(algo, model, critic):
 
 
 # --- Critic ----------------------------------------------------------------------------------------------------------
+
+
+@copies("ppo_llm")
+def test_padding_changes_nothing(algo, model, critic):
+    """Whatever ids stand behind the rows: the same to the last bit, gradients too."""
+    tokens, mask = make_batch(algo)
+    lengths = torch.tensor([p + n for p, n in LENGTHS])
+    is_padding = torch.arange(tokens.shape[1]) >= lengths[:, None]
+    garbage = torch.randint(0, VOCAB, tokens.shape, generator=torch.Generator().manual_seed(0))
+    assert is_padding.any() and (garbage != tokens)[is_padding].any()
+    results = []
+    for x in tokens, torch.where(is_padding, garbage, tokens):
+        model.zero_grad()
+        critic.zero_grad()
+        outputs = *algo.Policy(model, 1.0)(x, mask), critic(x, mask)
+        sum(output.sum() for output in outputs).backward()
+        results.append([*outputs, *(p.grad for m in (model, critic) for p in m.parameters() if p.grad is not None)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@copies("ppo_llm")
+def test_values_equal_bare_prefixes(algo, critic):
+    """Of the state before the action: the text up to and with position i."""
+    tokens, mask = make_batch(algo)
+    values = critic.eval()(tokens, mask)
+    for i, t in mask.nonzero().tolist():
+        with torch.no_grad():
+            expected = critic.model.score(critic.model(tokens[i : i + 1, : t + 1]).last_hidden_state[0, -1])
+        assert values[i, t].item() == pytest.approx(expected.item(), abs=2e-5)
+    assert values.dtype == torch.float32 and not values[~mask].any() and values[mask].std() > 0.1
 
 
 @copies("ppo_llm")
@@ -223,6 +273,25 @@ def test_lora_trains_all_linear_layers_but_the_head(algo, folder):
 
 
 # --- generate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_frequencies_are_the_softmax_whatever_the_generation_config_says(algo, tmp_path, temperature):
+    folder, (prompt,), rows = make_model(tmp_path), prompts_of(6), 2000
+    options = {"do_sample": True, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "temperature": 0.1}
+    GenerationConfig(**options, eos_token_id=EOS2, pad_token_id=0, max_new_tokens=1).save_pretrained(folder)
+    model = algo.load_model(folder, AutoModelForCausalLM)
+    assert model.generation_config.top_k == 1
+    uniforms = (torch.arange(rows, dtype=torch.float64)[:, None] + 0.5) / rows  # even noise: counts have no variance
+    eos_ids = algo.collect_eos_ids(model, make_tokenizer())
+    responses = sample(algo, model, [prompt] * rows, uniforms, eos_ids, temperature)
+    counts = torch.tensor([response.ids[0] for response in responses]).bincount(minlength=VOCAB)
+    with torch.no_grad():
+        probs = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
+    assert (counts - rows * probs).abs().max() < 1.01 and counts.count_nonzero() > 5
+    assert eos_ids == [EOS, EOS2]
+    for response in responses:  # either EOS id ends a response
+        assert response.truncated == (response.ids[0] not in eos_ids)
 
 
 @pytest.mark.parametrize("pad_token", ["<pad>", "<eos>", None])
@@ -311,6 +380,19 @@ def test_a_response_does_not_depend_on_the_rows_beside_it(algo, model, spy):
 # --- to_batch, pack, forward_all -------------------------------------------------------------------------------------
 
 
+def test_to_batch(algo):
+    """By hand. What an environment wrote is in `tokens`, not in `mask`; an EOS is an action like any other."""
+    rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
+    other = algo.NOT_SAMPLED
+    responses = [algo.Response([9, EOS], [-0.5, 0.0], False)]
+    responses += [algo.Response([10, 11, 12, 13, 14], [-1.0, other, other, -2.0, other], True)]
+    tokens, mask, logprobs, lengths = algo.to_batch(rows, responses, "cpu")
+    assert tokens[0, :5].tolist() == [5, 6, 7, 9, EOS] and tokens[1].tolist() == [8, 10, 11, 12, 13, 14]
+    assert mask.dtype == torch.bool and mask.tolist() == [[0, 0, 1, 1, 0, 0], [1, 0, 0, 1, 0, 0]]
+    assert logprobs.tolist() == [[0, 0, -0.5, 0, 0, 0], [-1, 0, 0, -2, 0, 0]]
+    assert lengths == [5, 6]
+
+
 @pytest.mark.parametrize("max_tokens", [1, 20, 45, 10**6])
 def test_pack(algo, max_tokens):
     """Every row once, longest first, within the budget unless one row alone is longer, and as few as that allows."""
@@ -326,6 +408,25 @@ def test_pack(algo, max_tokens):
         assert len(part) * lengths[part[0]] <= max_tokens or len(part) == 1
     for part in parts[:-1]:  # none is closed while the next row would have fitted
         assert (len(part) + 1) * lengths[part[0]] > max_tokens
+
+
+@pytest.mark.parametrize("max_tokens, passes", [(1, 7), (10_000, 2)])
+def test_forward_all_puts_everything_back(algo, max_tokens, passes):
+    """Without a gradient; of what a module gives, the first if they are two."""
+    lengths = (3, 6), (7, 2), (5, 1), (1, 4), (7, 6), (2, 2), (4, 3)
+    tokens, mask, _, row_lengths = algo.to_batch(*make_rows(algo, lengths), "cpu")
+    minibatches = [algo.pack(row_lengths, rows, max_tokens, "cpu") for rows in (range(4), range(4, 7))]
+    seen, one = [], torch.ones((), requires_grad=True)
+
+    def next_tokens(tokens, mask):
+        seen.append(tokens.shape)
+        return tokens.roll(-1, 1) * mask * one
+
+    expected = torch.where(mask, tokens.roll(-1, 1), 0).float()
+    for module in next_tokens, lambda *mb: (next_tokens(*mb), None):
+        found = algo.forward_all(module, minibatches, tokens, mask)
+        assert torch.equal(found, expected) and not found.requires_grad
+    assert len(seen) == 2 * passes
 
 
 def test_draw_prompts_is_one_stream(algo):

@@ -16,12 +16,25 @@ ESTIMATORS = "grpo", "dr_grpo", "rloo", "reinforce_pp"
 
 
 def advantages(scores, group_size, estimator):
-    """What they are of other scores: test_oracle.py."""
     return grpo.group_advantages(torch.tensor(scores, dtype=torch.float64), group_size, estimator)
 
 
-def test_the_std_of_a_group_has_an_eps():
-    close(advantages([2e-4, 0.0], 2, "grpo"), [1e-4 / (math.sqrt(0.5) * 2e-4 + 1e-6) * sign for sign in (1, -1)], 1e-5)
+ROOT_HALF, W = math.sqrt(0.5), math.sqrt(2.5 / 3)  # W: unbiased std of .5, -.5, 1, -1
+PAIR = 1e-4 / (ROOT_HALF * 2e-4 + 1e-6)
+GOLDEN = [  # worked out by hand
+    ("grpo", 2, [2e-4, 0, 3, 1], [PAIR, -PAIR, ROOT_HALF, -ROOT_HALF]),  # +-0.7071, where the std is far above its eps
+    ("grpo", 4, [1, 0, 0, 0], [1.5, -0.5, -0.5, -0.5]),  # mean 1/4, unbiased std 1/2
+    ("dr_grpo", 4, [1, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
+    ("rloo", 2, [1, 0, 3, 1], [1, -1, 2, -2]),  # the other of a pair is the baseline
+    ("rloo", 4, [1, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),
+    ("reinforce_pp", 2, [1, 0, 3, 1], [0.5 / W, -0.5 / W, 1 / W, -1 / W]),
+    ("reinforce_pp", 1, [1, 2, 3, 6], [x / math.sqrt(14 / 3) for x in (-2, -1, 0, 3)]),
+]
+
+
+@pytest.mark.parametrize("estimator, group_size, scores, expected", GOLDEN)
+def test_golden_advantages(estimator, group_size, scores, expected):
+    close(advantages([float(s) for s in scores], group_size, estimator), expected, 1e-5)
 
 
 CONSTANT = [[0.3, 0.1 + 0.2], [1e6, 1e6 + 0.5], [0.0, 0.0], [-7.0, -7.0], [0.1 + 0.7, 0.8], [1e-7, -1e-7]]
@@ -82,13 +95,19 @@ def test_a_group_shares_one_prefill_and_has_noise_of_its_own(toy_run, spy):
 CONSTANT_REWARD = """
 def half(prompts, responses, answers):
     return [float(prompt in sorted(set(prompts))[:2]) * i for i, prompt in enumerate(prompts)]
+
+
+def one(prompts, responses, answers):
+    return [1.0] * len(prompts)
 """
 
 
-def test_groups_that_score_alike_are_counted(toy_run, tmp_path):
+def test_groups_that_score_alike_are_counted_and_teach_nothing(toy_run, tmp_path):
     (tmp_path / "constant_reward.py").write_text(CONSTANT_REWARD)
     _, (_, m) = toy_run(reward=f"{tmp_path}/constant_reward.py:half", total_iterations=1)
     assert m["group/zero_std_frac"] == 0.5  # two of four prompts
+    _, (_, m) = toy_run(reward=f"{tmp_path}/constant_reward.py:one", total_iterations=1, kl_loss_coef=0.0)
+    assert m["group/zero_std_frac"] == 1 and m["actor/grad_norm"] == m["advantage/std"] == 0
     _, (_, m) = toy_run(group_size=1, batch_size=8, estimator="reinforce_pp", total_iterations=1)
     assert "group/zero_std_frac" not in m and m["actor/grad_norm"] > 0
 

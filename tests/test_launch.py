@@ -81,6 +81,7 @@ def test_the_run_folder_is_complete(script, launched):
     assert {path.name for path in run_dir.iterdir()} == {*files, *best}
     assert (run_dir / script.name).read_text() == script.read_text()
     for name in ("final", *best):
+        AutoModelForCausalLM.from_pretrained(run_dir / name)
         assert "lm_head.weight" not in load_file(run_dir / name / "model.safetensors")  # tied: once
         if script.stem != "grpo_llm":
             AutoModel.from_pretrained(run_dir / name / "critic")

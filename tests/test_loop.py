@@ -220,52 +220,56 @@ def test_a_run_that_has_no_checkpoint_yet_begins_anew(toy_run):
         assert [m["step"] for m in metrics] == [0, 1]
 
 
-@pytest.fixture
-def mislead(algo, monkeypatch):
-    """mislead(wrong, first): from this batch on, `wrong` changes the mask and the sampler's log-probs."""
+def mislead(algo, monkeypatch, wrong, first=1):
+    """From this batch on, `wrong` changes the mask and the sampler's log-probs."""
     batches, real = [], algo.to_batch
 
-    def install(wrong, first=1):
-        def to_batch(*args):
-            batches.append(args)
-            tokens, mask, logprobs, lengths = real(*args)
-            if len(batches) >= first:
-                mask, logprobs = wrong(mask, logprobs)
-            return tokens, mask, logprobs, lengths
+    def to_batch(*args):
+        batches.append(args)
+        tokens, mask, logprobs, lengths = real(*args)
+        if len(batches) >= first:
+            mask, logprobs = wrong(mask, logprobs)
+        return tokens, mask, logprobs, lengths
 
-        monkeypatch.setattr(algo, "to_batch", to_batch)
-
-    return install
+    monkeypatch.setattr(algo, "to_batch", to_batch)
 
 
 def shifted(mask, logprobs):
     return mask.roll(1, 1), logprobs.roll(1, 1)
 
 
+def no_numbers(mask, logprobs):
+    return mask, logprobs * math.nan
+
+
+def rounded(mask, logprobs):
+    return mask, logprobs - 1e-3
+
+
 @each_script()
-@pytest.mark.parametrize("wrong, first", [(shifted, 1), (lambda mask, logprobs: (mask, logprobs * math.nan), 2)])
-def test_a_sampler_that_disagrees_ends_the_run_in_any_iteration(toy_run, mislead, tmp_path, wrong, first):
+@pytest.mark.parametrize("wrong, first", [(shifted, 1), (no_numbers, 2)])
+def test_a_sampler_that_disagrees_ends_the_run_in_any_iteration(algo, toy_run, monkeypatch, tmp_path, wrong, first):
     """NaN is not above any limit, but is refused, too."""
-    mislead(wrong, first)
+    mislead(algo, monkeypatch, wrong, first)
     refused(toy_run, f"iteration {first}: sampler and training pass differ by")
     assert len(read_metrics(tmp_path / "runs" / "run0")) == first
 
 
 @each_script()
-def test_rounding_of_the_sampler_does_not_end_the_run(toy_run, mislead):
-    mislead(lambda mask, logprobs: (mask, logprobs - 1e-3))
+def test_rounding_of_the_sampler_does_not_end_the_run(algo, toy_run, monkeypatch):
+    mislead(algo, monkeypatch, rounded)
     _, metrics = toy_run()
     assert metrics[2]["rollout/logprob_diff"] == pytest.approx(1e-3, rel=0.01)
 
 
 @copies("ppo_llm", "ppo_llm_fsdp")
-def test_while_the_critic_warms_up_the_policy_is_logged_unchanged(toy_run, mislead):
+def test_while_the_critic_warms_up_the_policy_is_logged_unchanged(algo, toy_run, monkeypatch):
     """Its sampler is compared with the training pass all the same. What only its steps compute is left out."""
     _, (_, warm, trained) = toy_run(critic_warmup_iterations=1)
     assert {*trained} - {*warm} == {"actor/loss", "actor/entropy", "actor/grad_norm"}
     assert warm["actor/ratio_mean"] == warm["actor/ratio_max"] == 1 and warm["actor/approx_kl"] == 0
     assert warm["rollout/logprob_diff"] < 1e-5 and warm["critic/grad_norm"] > 0 and trained["actor/grad_norm"] > 0
-    mislead(shifted)
+    mislead(algo, monkeypatch, shifted)
     refused(lambda: toy_run(critic_warmup_iterations=1), "iteration 1: sampler and training pass differ by")
 
 
@@ -353,6 +357,18 @@ def test_the_critic_may_be_another_model(algo, toy_run, spy, tmp_path):
     loads = spy(algo, "load_critic", lambda *args: args)
     toy_run(critic_model=other, total_iterations=1)
     assert loads == [(other, 0)]
+
+
+@each_script()
+def test_an_optimizer_holds_what_is_trained_and_saved(toy_run, spy, algo):
+    """All of it, once, and nothing else."""
+    saved = spy(algo, "save_checkpoint", lambda path, trainees, *rest: trainees)
+    toy_run(total_iterations=1, save_every=1, lora_rank=2)
+    for model, optimizer in saved[0].values():
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        assert 0 < len(held) == len(trained) < len(list(model.parameters()))
+        assert {*map(id, held)} == {*map(id, trained)}
 
 
 @copies("ppo_llm", "ppo_llm_fsdp")

@@ -63,6 +63,15 @@ def gradient(f, x):
     return torch.autograd.grad(f(x).sum(), x)[0]
 
 
+def test_response_mask(algo, case):
+    responses = torch.randint(0, 6, (50, T), generator=case.random)
+    for eos_ids in [], [0], [1, 4], [0, 2, 5]:
+        mask = algo.make_response_mask(responses, eos_ids)
+        assert mask.dtype == torch.bool
+        for row, row_mask in zip(responses.tolist(), mask.tolist()):
+            assert row_mask == [not any(token in eos_ids for token in row[:t]) for t in range(T)]
+
+
 def test_masked_mean(algo, case):
     x = case.draw()
     close(algo.masked_mean(x, case.mask), statistics.fmean(x[case.mask].tolist()))
@@ -79,22 +88,31 @@ def test_count_actions(algo, case):
     assert algo.count_actions(mask[-2:]) == [0, 0] == algo.count_actions(mask[:0])
 
 
+@pytest.mark.parametrize("shift", [0.0, 1e7])  # one-pass moments lose all digits at 1e7
+def test_masked_whiten(algo, case, shift):
+    x = case.draw(3.0, shift)
+    tokens = x[case.mask].tolist()
+    mean, variance = statistics.mean(tokens), statistics.variance(tokens)
+    whitened = algo.masked_whiten(x, case.mask)
+    close(whitened, case.matrix(lambda i, t: (x[i, t].item() - mean) / math.sqrt(variance + 1e-8)), 1e-6)
+    assert algo.masked_whiten(x.float(), case.mask).dtype == torch.float32
+
+
 def test_masked_whiten_edges(algo, case):
     x, mask = case.draw(), torch.zeros_like(case.mask)
     assert (algo.masked_whiten(x, mask) == 0).all()  # no token
     mask[2, 0] = True
     assert (algo.masked_whiten(x, mask) == 0).all()  # one token
     assert (algo.masked_whiten(torch.where(case.mask, 5.0, x), case.mask) == 0).all()  # constant
-    assert algo.masked_whiten(x.float(), case.mask).dtype == torch.float32
     # Mean 1e-4 and unbiased variance 2e-8: +-1e-4 / sqrt(2e-8 + eps) shows both the eps and where it stands.
     pair = algo.masked_whiten(torch.tensor([[0.0, 2e-4, case.junk]]), torch.tensor([[True, True, False]]))
     close(pair, [[-(3**-0.5), 3**-0.5, 0.0]], 1e-5)
 
 
-@pytest.mark.parametrize("shift", [0.0, 1e7])  # one-pass moments lose all digits at 1e7
+@pytest.mark.parametrize("shift", [0.0, 1e4])
 def test_mean_and_std(algo, case, shift):
     """Numbers for the log: of the tokens under a mask, or of all entries, booleans too."""
-    x = case.draw(2.0, shift)
+    x = case.draw(2.0, shift).float()
     tokens = x[case.mask].tolist()
     for args in (x, case.mask), (x[case.mask],):
         close([algo.mean(*args), algo.std(*args)], [statistics.mean(tokens), statistics.stdev(tokens)], 1e-6)
@@ -149,6 +167,25 @@ def test_kl_far_apart(algo, kind):
         close(gradient(lambda x: algo.kl_penalty(x, double(0.0), kind), double(d)), slope)
 
 
+@pytest.mark.parametrize("clips", [(0.2, 0.2), (0.2, 0.6), (0.6, 0.1)])
+def test_policy_loss(algo, clips):
+    """A good token gains nothing above 1 + high, a bad one nothing below 1 - low: there the gradient is exactly 0."""
+    low, high = clips
+    random = torch.Generator().manual_seed(0)
+    new, old, advantages = (torch.randn(40, 50, generator=random, dtype=torch.float64) for _ in range(3))
+    losses, clipped = algo.policy_loss(new, old, advantages, *clips)
+    ratio = (new - old).exp()
+    good = advantages > 0
+    close(losses, -advantages * torch.where(good, ratio.clip(max=1 + high), ratio.clip(min=1 - low)))
+    expected = torch.where(good, ratio > 1 + high, ratio < 1 - low)
+    assert clipped.dtype == torch.bool and torch.equal(clipped, expected)
+    grads = gradient(lambda x: algo.policy_loss(x, old, advantages, *clips)[0], new)
+    assert torch.equal(clipped, grads == 0)
+    close(grads[~clipped], (-advantages * ratio)[~clipped])
+    losses, clipped = algo.policy_loss(old, old, advantages, 0.0, 0.0)  # an unchanged policy
+    assert torch.equal(losses, -advantages) and not clipped.any()
+
+
 def test_policy_loss_far_apart(algo):
     new, args = double([100.0, 100, -100, -100]), (double([0.0] * 4), double([2.0, -2, 2, -2]), 0.2, 0.2)
     losses, clipped = algo.policy_loss(new, *args)
@@ -157,10 +194,30 @@ def test_policy_loss_far_apart(algo):
     assert gradient(lambda x: algo.policy_loss(x, *args)[0], new).tolist() == [0] * 4
 
 
+def weight(case, mode, i):
+    """The weight of a token of row i in the loss of a step that is this batch."""
+    tokens = case.mask.sum(1).tolist()
+    per_row = {"seq-mean-token-mean": tokens[i], "seq-mean-token-sum": 1, "seq-mean-token-sum-norm": MAX_LENGTH}
+    return 1 / sum(tokens) if mode == "token-mean" else 1 / (B * per_row[mode])
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_aggregate_of_nothing_is_zero(algo, case, mode):
-    """Of a rank whose rows are all masked, in a full step and in an empty one."""
-    losses, empty = case.draw(), torch.zeros_like(case.mask)
+def test_aggregate_shares_add_up(algo, case, mode):
+    """However a step is cut, to micro-batches, ranks or widths, the shares and gradients add up to the whole."""
+    losses, counts = case.draw(), (len(case.valid), B, MAX_LENGTH)
+    whole = algo.aggregate(losses, case.mask, mode, *counts)
+    close(whole, case.matrix(lambda i, t: weight(case, mode, i) * losses[i, t].item()).sum())
+
+    def cut(x):
+        total = 0
+        for rows in [0], [1, 2], [3, 4, 5]:
+            width = max(t + 1 for i, t in case.valid if i in rows)
+            total = total + algo.aggregate(x[rows, :width], case.mask[rows, :width], mode, *counts)
+        return total
+
+    close(cut(losses), whole)
+    close(gradient(cut, losses), case.matrix(lambda i, t: weight(case, mode, i)))
+    empty = torch.zeros_like(case.mask)  # a rank whose rows are all masked, in a full step and in an empty one
     for counts in (len(case.valid), B, MAX_LENGTH), (0, 0, MAX_LENGTH):
         assert algo.aggregate(losses, empty, mode, *counts) == 0
         assert (gradient(lambda x: algo.aggregate(x, empty, mode, *counts), losses) == 0).all()

@@ -1,49 +1,117 @@
-"""ppo_llm_fsdp.py on several ranks: checkpoints, memory, precision. What it computes: test_ranks.py."""
+"""ppo_llm_fsdp.py on several ranks: rollouts, folders, checkpoints, memory. What it computes: test_ranks.py."""
 
 import gc
 import shutil
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from conftest import make_model, path_of, read_metrics, refusal, untimed
-from ranks import load_script, run_ranks, train
+from ranks import load_script, run_ranks, train, whole
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SCRIPT = "ppo_llm_fsdp"
 PATH = str(path_of(SCRIPT))
 
 
-# ---------------------------------------------------------------------------------------------- loading and rollouts
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
 
 
-def on_meta(folder):
-    """Whether this rank has loaded no weights."""
+@contextmanager
+def joined():
+    """The script, an accelerator, and what `shard` wants besides a module, for all ranks."""
+    algo = load_script(PATH)
     dist.init_process_group("gloo")
-    model = load_script(PATH).load_model(folder, AutoModelForCausalLM)
+    yield algo, Accelerator(cpu=True), (init_device_mesh("cpu", (dist.get_world_size(),)), False, False)
     dist.barrier()
-    return {p.is_meta for p in model.parameters()}
 
 
-def test_the_first_rank_alone_loads_the_weights(tiny_model):
-    assert run_ranks(2, on_meta, tiny_model) == [{False}, {True}]
+def load_policy(algo, name, sharding):
+    model = algo.load_model(name, AutoModelForCausalLM)
+    assert all(p.is_meta == (dist.get_rank() > 0) for p in model.parameters())  # no rank but the first has it whole
+    return algo.shard(algo.Policy(model, 1.0).train(), *sharding)
 
 
-def test_parameters_are_sharded_again_after_a_rollout_and_after_a_pass(algo, toy_run, spy):
-    """What both ways of sampling give: test_ranks.py."""
-    modules = []
+# --------------------------------------------------------------------------------------------------------- rollouts
 
-    def sharded(module, *_):
-        modules.append(module)
-        return all(isinstance(p, DTensor) for seen in modules for p in seen.parameters())
 
-    found = spy(algo, "forward_all", sharded)
-    for rollout_params in "gathered", "sharded":
-        toy_run(rollout_params=rollout_params, total_iterations=1)
-    assert found == [True] * 6  # policy, reference and critic
+def prompts_of(algo, rank):
+    """Prompts of this rank, of its own number and lengths, and their noise."""
+    lengths = [2 + 3 * rank, 5][: 1 + rank]
+    shape, stream = (len(lengths), 12), algo.random_stream("noise", rank)
+    return [[5 + rank + i] * n for i, n in enumerate(lengths)], torch.rand(shape, generator=stream, dtype=torch.float64)
+
+
+def sample(folder):
+    """Both ways to sample from a sharded policy, each rank with prompts of its own; and with a rank that samples twice
+    while the other does not at all."""
+    with joined() as (algo, _, sharding):
+        policy, rank, found = load_policy(algo, folder, sharding), dist.get_rank(), {}
+        prompts, noise = prompts_of(algo, rank)
+        for gathered in (True, False):
+            for temperature in (0, 1.0):
+                with algo.generating(policy, gathered):
+                    found[gathered, temperature] = algo.generate(policy.model, prompts, noise, [1], temperature)
+            with algo.generating(policy, gathered):
+                for _ in range((2, 0)[rank]):
+                    again = algo.generate(policy.model, prompts, noise, [1], 0)
+                    assert [response.ids for response in again] == [response.ids for response in found[gathered, 0]]
+            policy(torch.ones(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.bool))
+            assert all(isinstance(p, DTensor) for p in policy.parameters())  # sharded again, after each pass
+    return found
+
+
+def test_gathered_and_sharded_rollouts_give_the_tokens_of_the_whole_model(algo, tied):
+    model, lengths = AutoModelForCausalLM.from_pretrained(tied), set()
+    for rank, found in enumerate(run_ranks(2, sample, tied)):
+        prompts, noise = prompts_of(algo, rank)
+        for temperature in (0, 1.0):
+            expected = algo.generate(model, prompts, noise, [1], temperature)
+            lengths |= {len(response.ids) for response in expected}
+            for gathered in (True, False):
+                for ours, theirs in zip(found[gathered, temperature], expected, strict=True):
+                    assert ours.ids == theirs.ids and ours.truncated == theirs.truncated
+                    assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    assert len(lengths) > 1  # ranks do end at different times
+
+
+# ---------------------------------------------------------------------------------------------------------- folders
+
+
+def step_and_save(folder, place):
+    """Trains a tied model for a step and saves it."""
+    with joined() as (algo, accelerator, sharding):
+        policy = load_policy(algo, folder, sharding)
+        tokens = torch.arange(3, 15).view(2, 6)
+        policy(tokens, tokens < 20)[0].sum().backward()
+        torch.optim.SGD(policy.parameters(), lr=0.1).step()
+        trainees = {"policy": (policy.model, None)}
+        algo.save_models(Path(place), trainees, AutoTokenizer.from_pretrained(folder), accelerator)
+    return {name: whole(p) for name, p in policy.model.named_parameters()}
+
+
+def test_tied_models_learn_as_whole_ones_and_reload_with_plain_transformers(algo, tied, tmp_path):
+    """The shared weight gets the gradients of both its uses, once. Both ranks have the same rows, which add up."""
+    found = run_ranks(2, step_and_save, tied, str(tmp_path / "saved"))
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert "lm_head.weight" not in load_file(tmp_path / "saved" / "model.safetensors")  # tied: once
+    tokens, alone = torch.arange(3, 15).view(2, 6), algo.Policy(AutoModelForCausalLM.from_pretrained(tied), 1.0)
+    (2 * alone(tokens, tokens < 20)[0].sum()).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    for trained in found:
+        assert trained.keys() == dict(model.named_parameters()).keys()
+        for (name, saved), expected in zip(model.named_parameters(), alone.model.parameters()):
+            assert torch.equal(saved, trained[name]) and torch.allclose(saved, expected, atol=1e-6), name
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
