@@ -54,7 +54,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
-from unittest.mock import patch
 
 import datasets
 import torch
@@ -373,7 +372,7 @@ def main(args: Args):
             critic_norms.append(take_step("critic", args.critic_lr * lr_factor))
 
         # Log. Except for memory and time, all numbers are taken over the actions or responses of all ranks, so every
-        # rank must call `mean` and `std`.
+        # rank must call `global_mean` and `global_std`.
         actions = mask.expand_as(new_logprobs)  # (epochs,B,L)
         ratio = torch.where(actions, (new_logprobs - old_logprobs).exp(), 0)
         _, clipped = policy_loss(new_logprobs, old_logprobs, advantages, args.clip_low, args.clip_high)
@@ -383,30 +382,31 @@ def main(args: Args):
         _, first = steps[0]
         first_rows = minibatch_rows[first]
         logprob_diff = mean((new_logprobs[0] - rollout_logprobs)[first_rows].abs(), mask[first_rows])  # [6.7]
+        unexplained = global_std(raw_advantages, mask) ** 2  # advantages are what the values missed of the returns
         metrics = {
-            "reward/mean": mean(scores),
-            "reward/std": std(scores),
-            "reward/total_mean": mean(torch.where(mask, rewards, 0).sum(1)),
-            "advantage/mean": mean(raw_advantages, mask),
-            "advantage/std": std(raw_advantages, mask),
-            "response/length_mean": mean(mask.sum(1)),
-            "response/truncated_frac": mean(truncated),
-            "kl/mean": mean(old_logprobs - ref_logprobs, mask),  # k1
+            "reward/mean": global_mean(scores),
+            "reward/std": global_std(scores),
+            "reward/total_mean": global_mean(torch.where(mask, rewards, 0).sum(1)),
+            "advantage/mean": global_mean(raw_advantages, mask),
+            "advantage/std": global_std(raw_advantages, mask),
+            "response/length_mean": global_mean(mask.sum(1)),
+            "response/truncated_frac": global_mean(truncated),
+            "kl/mean": global_mean(old_logprobs - ref_logprobs, mask),  # k1
             "rollout/logprob_diff": logprob_diff,
             "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "time/rollout": rollout_seconds,
             "time/iteration": time.perf_counter() - started,  # without evaluating and saving
-            "actor/clipfrac": mean(clipped, actions),
-            "actor/approx_kl": mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [3.13]
-            "actor/ratio_mean": mean(ratio, actions),
+            "actor/clipfrac": global_mean(clipped, actions),
+            "actor/approx_kl": global_mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [3.13]
+            "actor/ratio_mean": global_mean(ratio, actions),
             "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
             "critic/loss": all_reduce(critic_loss).item() / len(steps),
-            "critic/explained_variance": 1 - std(raw_advantages, mask) ** 2 / (std(returns, mask) ** 2 + 1e-5),
+            "critic/explained_variance": 1 - unexplained / (global_std(returns, mask) ** 2 + 1e-5),
             "critic/grad_norm": sum(critic_norms) / len(steps),
         }
         if actor_norms:  # without an actor step, nothing has computed these
             metrics["actor/loss"] = all_reduce(actor_loss).item() / len(actor_norms)
-            metrics["actor/entropy"] = mean(entropy, actions)
+            metrics["actor/entropy"] = global_mean(entropy, actions)
             metrics["actor/grad_norm"] = sum(actor_norms) / len(actor_norms)
         # Rounding gives 1e-3 in bfloat16, 1e-7 in float32; a wrong mask 1 or more. `not <=` refuses NaN as well.
         if not logprob_diff <= (0.1 if bf16 else 1e-2):
@@ -466,11 +466,6 @@ def make_response_mask(responses, eos_ids):  # [1.10]
     return earlier == 0
 
 
-def masked_mean(x, mask, dim=None):
-    """Mean of x over the mask, in total or along dim. Ignores values outside it, even NaN. 0 if the mask is empty."""
-    return torch.where(mask, x, 0).sum(dim) / mask.sum(dim).clamp(min=1)
-
-
 def count_actions(mask):
     """mask (B,T) -> [actions, rows with an action], counted on all ranks together. All ranks must call it."""
     return all_reduce(torch.stack([mask.sum(), mask.any(1).sum()])).tolist()
@@ -490,12 +485,12 @@ def global_moments(x, mask=None):
     return average, squares / (count - 1).clamp(min=1)
 
 
-def mean(x, mask=None):
+def global_mean(x, mask=None):
     """For the log: mean of x on all ranks together, as a number. All ranks must call it."""
     return global_moments(x, mask)[0].item()
 
 
-def std(x, mask=None):
+def global_std(x, mask=None):
     """For the log: standard deviation of x on all ranks together, as a number. All ranks must call it."""
     return global_moments(x, mask)[1].sqrt().item()
 
@@ -546,7 +541,7 @@ def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     if kind == "k2":
         return x.square() / 2
     near = x.clamp(max=5.0)  # [4.3]
-    k3 = near.exp() - near - 1
+    k3 = near.expm1() - near  # exp(x) - 1 - x would have no correct digit near 0
     return k3 + (math.exp(5.0) - 1) * (x - near)  # the slope at x = 5, times the distance beyond 5
 
 
@@ -578,7 +573,7 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
         return losses.sum() / max(num_tokens, 1)
     sequence_losses = losses.sum(1)  # (B,)
     if mode == "seq-mean-token-mean":
-        sequence_losses = masked_mean(losses, mask, 1)
+        sequence_losses = sequence_losses / mask.sum(1).clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
         sequence_losses = sequence_losses / max_response_length
     # seq-mean-token-sum leaves the sums as they are.
@@ -617,8 +612,6 @@ def load_model(name, model_class, lora_rank=0, **lora):
         if not key.startswith("score."):
             fail(f"{name} cannot be loaded as {model_class.__name__}: it has no weights {key}")
         nn.init.zeros_(model.get_parameter(key))
-    if model.get_decoder() is model:  # Llama 4 looks for its decoder under a wrong name; critics do not mind
-        model.base_model_prefix = "model"
     if model.base_model is not model.get_decoder():  # what stands beside the decoder reads images and is not trained
         for key, part in model.base_model.named_children():
             part.requires_grad_(part is model.get_decoder() or key == "score")
@@ -659,8 +652,10 @@ class Policy(nn.Module):
         """hidden (n,H), labels (n,) -> (n,2): log-prob of the label, entropy."""
         # Models may scale the logits of their head (Cohere, Granite) or cap them (Gemma). So we call the model itself,
         # with a decoder that only returns `hidden`. It never reads the ids, for which the labels have the right shape.
-        with patch.object(self.model.get_decoder(), "forward", lambda *args, **kwargs: kind(hidden[None])):
-            logits = self.model(labels[None]).logits[0].float() * self.inverse_temperature  # [6.10] (n,V)
+        decoder = self.model.get_decoder()
+        decoder.forward = lambda *args, **kwargs: kind(hidden[None])  # hides the method of its class, for this call
+        logits = self.model(labels[None]).logits[0].float() * self.inverse_temperature  # [6.10] (n,V)
+        del decoder.forward
         all_logprobs = logits.log_softmax(-1)
         entropy = -(all_logprobs.exp() * all_logprobs).sum(-1, keepdim=True)
         return torch.cat([all_logprobs.gather(-1, labels[:, None]), entropy], -1)
@@ -1093,10 +1088,10 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
     for kind, temperature in ("", 0), ("_sampled", 1):
         responses = rollout(rows, uniforms[mine], temperature)
         texts, scores = compute_scores(reward_function, tokenizer, rows, responses)
-        metrics[f"eval/score{kind}"] = mean(torch.tensor(scores, device=accelerator.device))
+        metrics[f"eval/score{kind}"] = global_mean(torch.tensor(scores, device=accelerator.device))
         write_completions(run_dir, f"eval{kind}_{iteration:06d}", rows, texts, scores, accelerator)
     lengths = [len(response.ids) for response in responses]  # of the sampled responses, which came last
-    metrics["eval/length_mean"] = mean(torch.tensor(lengths, device=accelerator.device))
+    metrics["eval/length_mean"] = global_mean(torch.tensor(lengths, device=accelerator.device))
     accelerator.print(
         f"iteration {iteration}: eval {metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled, "
         f"length {metrics['eval/length_mean']:.1f}"
