@@ -322,7 +322,7 @@ def main(args: Args):
             num_tokens, num_rows = counts[k]
             for mb in minibatches[k]:
                 mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
-                mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], args.clip_low, args.clip_high)
+                mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], mask[mb], args)
                 if args.entropy_coef:
                     mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.9]
                 if args.kl_loss_coef:
@@ -352,7 +352,7 @@ def main(args: Args):
         # rank must call `global_mean` and `global_std`.
         actions = mask.expand_as(new_logprobs)  # (epochs,B,L)
         ratio = torch.where(actions, (new_logprobs - old_logprobs).exp(), 0)
-        _, clipped = policy_loss(new_logprobs, old_logprobs, advantages, args.clip_low, args.clip_high)
+        _, clipped = policy_loss(new_logprobs, old_logprobs, advantages, actions, args)
         # Compare the sampler's log-probs with the training pass, on the minibatch of the first step, before any weight
         # has changed. A difference means a wrong mask, logits that only one of the two scales, or a sampler with other
         # weights. (old_logprobs would not do: bypass, a variant of this script, takes them from the sampler.)
@@ -538,15 +538,16 @@ def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     return k3 + (math.exp(5.0) - 1) * (x - near)  # the slope at x = 5, times the distance beyond 5
 
 
-def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
-    """Clipped surrogate (1707.06347, eq. 7), any shape: (losses to minimise, clipped).
+def policy_loss(logprobs, old_logprobs, advantages, mask, args):
+    """Clipped surrogate (1707.06347, eq. 7), (...,T): (losses to minimise, clipped).
 
     `clipped` is true where the clipped term is the larger one and the gradient therefore 0. The log-ratio is clamped to
-    +-20, so that exp stays finite; beyond that the gradient is 0, too.
+    +-20, so that exp stays finite; beyond that the gradient is 0, too. This loss treats every token alike. One that
+    compares whole sequences needs the mask, and a new loss finds its flags in `args`, so it changes only this function.
     """
     ratio = (logprobs - old_logprobs).clamp(-20.0, 20.0).exp()  # [3.12]
     unclipped = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    bounded = -advantages * ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
     return torch.maximum(unclipped, bounded), bounded > unclipped  # [3.3]
 
 
