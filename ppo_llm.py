@@ -629,12 +629,12 @@ class Policy(nn.Module):
         chunks = zip(hidden.split(size), labels.split(size))
         kind = type(output)  # the class in which this model's decoder returns hidden states
         results = [checkpoint(self.head, *c, kind, use_reentrant=False, preserve_rng_state=False) for c in chunks]
-        logprobs, entropy = torch.cat(results).unbind(1)  # (n,) each
+        logprobs, entropy = map(torch.cat, zip(*results))  # (n,) each; apart, as most losses use only the first
         blank = mask.float()  # 0 where there is no action
         return blank.masked_scatter(mask, logprobs), blank.masked_scatter(mask, entropy)
 
     def head(self, hidden, labels, kind):
-        """hidden (n,H), labels (n,) -> (n,2): log-prob of the label, entropy."""
+        """hidden (n,H), labels (n,) -> log-prob of the label (n,), entropy (n,)."""
         # Models may scale the logits of their head (Cohere, Granite) or cap them (Gemma). So we call the model itself,
         # with a decoder that only returns `hidden`. It never reads the ids, for which the labels have the right shape.
         decoder = self.model.get_decoder()
@@ -642,8 +642,8 @@ class Policy(nn.Module):
         logits = self.model(labels[None]).logits[0].float() * self.inverse_temperature  # [6.10] (n,V)
         del decoder.forward
         all_logprobs = logits.log_softmax(-1)
-        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1, keepdim=True)
-        return torch.cat([all_logprobs.gather(-1, labels[:, None]), entropy], -1)
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+        return all_logprobs.gather(-1, labels[:, None]).squeeze(1), entropy
 
 
 def load_critic(name, lora_rank):
