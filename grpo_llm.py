@@ -101,7 +101,6 @@ class Args:
     group_size: int = 8  # [5.10] responses per prompt
     rollout_batch_size: int = 128  # responses that each device samples at a time: limits memory
     temperature: float = 1.0  # divides the logits when sampling and in every log-prob
-    missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
 
     # Update
     total_iterations: int = 100  # iterations of rollout and update (0: only evaluate)
@@ -271,7 +270,7 @@ def main(args: Args):
         # 2. Reward: a score for each response.
         texts, plain_scores = compute_scores(reward_function, tokenizer, rows, responses)
         truncated = torch.tensor([response.truncated for response in responses], device=device)  # (B,)
-        scores = torch.tensor(plain_scores, device=device) - args.missing_eos_penalty * truncated  # [8.1] (B,)
+        scores = torch.tensor(plain_scores, device=device)  # [8.1] (B,)
 
         # Cut the batch, for all passes below. A micro-batch `mb` is an index (row numbers, slice(0, l)): tokens[mb] are
         # those rows of a (B,L) tensor, cut to l columns, (b,l).

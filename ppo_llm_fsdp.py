@@ -112,7 +112,6 @@ class Args:
     batch_size: int = 256  # prompts per iteration
     rollout_batch_size: int = 128  # responses that each device samples at a time: limits memory
     temperature: float = 1.0  # divides the logits when sampling and in every log-prob
-    missing_eos_penalty: float = 0.0  # subtracted from the score of a truncated response
 
     # Update
     total_iterations: int = 100  # iterations of rollout and update (0: only evaluate)
@@ -132,7 +131,6 @@ class Args:
     # Advantages
     gamma: float = 1.0  # discount from one token to the next
     lam: float = 1.0  # GAE lambda: 1 is Monte Carlo (no bias), 0 is one-step TD (least variance)
-    whiten_advantages: bool = True  # give the advantages of a batch mean 0 and variance 1
 
     # KL divergence from the reference, the model as it was before training
     kl_reward_coef: float = 0.001  # weight of the KL penalty in the rewards of tokens
@@ -296,7 +294,7 @@ def main(args: Args):
         # 2. Reward: a score for each response.
         texts, plain_scores = compute_scores(reward_function, tokenizer, rows, responses)
         truncated = torch.tensor([response.truncated for response in responses], device=device)  # (B,)
-        scores = torch.tensor(plain_scores, device=device) - args.missing_eos_penalty * truncated  # [8.1] (B,)
+        scores = torch.tensor(plain_scores, device=device)  # [8.1] (B,)
 
         # Cut the batch, for all passes below. A micro-batch `mb` is an index (row numbers, slice(0, l)): tokens[mb] are
         # those rows of a (B,L) tensor, cut to l columns, (b,l).
@@ -328,9 +326,7 @@ def main(args: Args):
         kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [4.5] (B,L)
         rewards = place_scores(scores, mask) - args.kl_reward_coef * kl  # (B,L)
         raw_advantages, returns = gae(rewards, values, mask, args.gamma, args.lam)  # (B,L)
-        advantages = raw_advantages
-        if args.whiten_advantages:
-            advantages = masked_whiten(raw_advantages, mask)
+        advantages = masked_whiten(raw_advantages, mask)
 
         lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
 
