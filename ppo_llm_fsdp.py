@@ -52,6 +52,7 @@ from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
@@ -996,29 +997,18 @@ def load_prompts(source, table, args, tokenizer):
     return rows, f"{source}: {len(rows)} rows, {distinct} distinct, {len(table) - len(rows)} left out"
 
 
-# What may follow the last "####": one number, alone in its line except for a unit, emphasis or a box.
-NUMBER_AT_END = re.compile(
-    r"""(?>.*\#\#\#\#)                               # the last ####, and never one before it
-    [\s*$€£(\\]*+ (?:answer:)? [\s*$€£(\\]*+      # emphasis, a currency, an opening bracket
-    (?:boxed\{)? ([-+]?) [\ $€£]*+                # \\boxed{, the sign
-    (?=\.?\d) ((?:\d{1,3}(?:,\d{3})+|\d*+) (?:\.\d+)?)  # at least a digit: 1,234.5
-    [)}$€£%°*\\\ ]*+ [a-z\ /'()²³]*+              # what closes it, a unit
-    [.,]? [)}$*\\\s]* (?:\n|$)                     # nothing else in this line
-    """,
-    re.VERBOSE | re.DOTALL | re.IGNORECASE,
-)
-
-
 def gsm8k_number(text):
-    """The number after the last '####' as a float, e.g. -1234.0 for '#### $-1,234.', or NaN if there is no number.
+    """The one number in the line after the last '####', exactly: Decimal('-1234.50') for '#### -$1,234.50'. Else NaN.
 
-    Emphasis, a box or a unit may surround it: '#### **42**', '#### \\boxed{42}', '#### 5 km/h'. Any words are a unit. A
-    second number makes it no answer, and so does a dot before more words: '#### 3 + 4 = 7', '#### 3. Total cost'.
+    Whatever else stands there is ignored: emphasis, a box, a unit, and a heading, too ('#### 3. Total cost'). A second
+    number makes it no answer: '#### 3 + 4 = 7', '#### 10-12', '#### 4.2e1'.
     """
-    match = NUMBER_AT_END.match(text)
-    if match is None:
-        return math.nan
-    return float(match[1] + match[2].replace(",", ""))
+    _, mark, rest = text.rpartition("####")
+    line = re.sub(r"[$\\{}]", "", rest).strip().split("\n")[0]  # \boxed{42}, \$42, 1{,}234
+    numbers = re.findall(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)", line)
+    if mark and len(numbers) == 1:
+        return Decimal(numbers[0].replace(",", ""))  # a float would call numbers of 17 digits equal
+    return math.nan
 
 
 def gsm8k(responses, answers):
