@@ -1064,6 +1064,7 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
         path.parent.mkdir(exist_ok=True)
         unfinished = path.with_name("unfinished")
         torch.save(saved, unfinished)
+        torch.load(unfinished, map_location="cpu", mmap=True)  # names the type of what could not be loaded again
         unfinished.replace(path)  # so a file of that name is complete
         for old in sorted(path.parent.glob("step_*"))[:-keep]:  # none of them if keep is 0
             old.unlink()

@@ -1177,6 +1177,7 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(unfinished, save_distributed=True))
     if accelerator.is_main_process:
         torch.save(state, unfinished / "state.pt")
+        torch.load(unfinished / "state.pt")  # names the type of what could not be loaded again
         unfinished.rename(path)  # so a folder of that name is complete
         for old in sorted(path.parent.glob("step_*"))[:-keep]:  # none of them if keep is 0
             shutil.rmtree(old)
