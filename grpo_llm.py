@@ -265,7 +265,6 @@ def main(args: Args):
         uniforms = torch.rand(shape, generator=stream, dtype=torch.float64)[rank::world_size]  # [7.3] (N,G,T)
         uniforms = uniforms.flatten(0, 1)  # (B,T)
         responses = rollout(rows, uniforms, args.temperature)
-        tokens, mask, rollout_logprobs, row_lengths = to_batch(rows, responses, device)  # (B,L)
         rollout_seconds = time.perf_counter() - started
 
         # 2. Reward: a score for each response.
@@ -273,8 +272,9 @@ def main(args: Args):
         truncated = torch.tensor([response.truncated for response in responses], device=device)  # (B,)
         scores = torch.tensor(plain_scores, device=device)  # [8.1] (B,)
 
-        # Cut the batch, for all passes below. A micro-batch `mb` is an index (row numbers, slice(0, l)): tokens[mb] are
+        # Make one batch of all, cut into parts for all passes below. A micro-batch `mb` is an index (row numbers, slice(0, l)): tokens[mb] are
         # those rows of a (B,L) tensor, cut to l columns, (b,l).
+        tokens, mask, rollout_logprobs, row_lengths = to_batch(rows, responses, device)  # (B,L)
         minibatch_rows = torch.arange(len(rows)).split(args.minibatch_size // world_size)  # this rank's rows in each
         minibatches = [pack(row_lengths, part.tolist(), args.microbatch_tokens, device) for part in minibatch_rows]
         counts = [count_actions(mask[part]) for part in minibatch_rows]  # [7.4] on all ranks, for the losses
