@@ -5,6 +5,7 @@ better than the critic expected. The tokens of the answer are the actions a_t, t
 
     token reward    r_t   = [t is the last token]*score - beta*KL(pi_old || pi_ref)_t        (InstructGPT, 2203.02155)
     advantage       A_t   = sum_l (gamma*lam)^l * delta_{t+l},  delta_t = r_t + gamma*V(s_{t+1}) - V(s_t)  (1506.02438)
+
     ratio           rho_t = pi(a_t|s_t) / pi_old(a_t|s_t)
     actor loss            = mean over tokens of [max(-A*rho, -A*clip(rho, 1-lo, 1+hi)) - c_H*H + c_KL*KL]  (1707.06347)
     critic loss           = mean over tokens of 1/2*(V(s_t) - G_t)^2,  G_t = A_t + V_old(s_t)
@@ -273,8 +274,9 @@ def main(args: Args):
         truncated = torch.tensor([response.truncated for response in responses], device=device)  # (B,)
         scores = torch.tensor(plain_scores, device=device)  # [8.1] (B,)
 
-        # Make one batch of all, cut into parts for all passes below. A micro-batch `mb` is an index (row numbers, slice(0, l)): tokens[mb] are
-        # those rows of a (B,L) tensor, cut to l columns, (b,l).
+        # One batch, cut for all passes below. A micro-batch `mb` (a part of a minibatch, and not what CleanRL calls mb) is
+        # an index (row numbers, slice(0, l)): tokens[mb] are those rows of a (B,L) tensor, cut to l columns, (b,l). Of a
+        # (B,) tensor take x[mb[0]].
         tokens, mask, rollout_logprobs, row_lengths = to_batch(rows, responses, device)  # (B,L)
         minibatch_rows = torch.arange(len(rows)).split(args.minibatch_size // world_size)  # this rank's rows in each
         minibatches = [pack(row_lengths, part.tolist(), args.microbatch_tokens, device) for part in minibatch_rows]
@@ -905,7 +907,7 @@ def gsm8k_number(text):
     Whatever else stands there is ignored: emphasis, a box, a unit, and a heading, too ('#### 3. Total cost'). A second
     number makes it no answer: '#### 3 + 4 = 7', '#### 10-12', '#### 4.2e1'.
     """
-    _, mark, rest = text.rpartition("####")
+    _, mark, rest = text.replace("\u2212", "-").rpartition("####")  # the typographer's minus
     line = re.sub(r"[$\\{}]", "", rest).strip().split("\n")[0]  # \boxed{42}, \$42, 1{,}234
     numbers = re.findall(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)", line)
     if mark and len(numbers) == 1:
