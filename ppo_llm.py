@@ -33,6 +33,7 @@ Comments like [2.3] point to a section of notes/.
 """
 
 import copy
+import glob
 import importlib.util
 import inspect
 import json
@@ -834,9 +835,9 @@ GSM8K_REQUEST = ' Let\'s think step by step and output the final answer after "#
 
 def read_splits(source):
     """{split: table} of a file (all of it is `train`), a folder saved by `datasets`, or a hub id `name[:config]`."""
-    path = Path(source)
-    if path.is_file():
-        return datasets.load_dataset(str(path.absolute().parent), data_files=path.name)
+    kind = re.match(r".*\.(json|csv|parquet)", source.lower())
+    if kind and Path(source).is_file():
+        return datasets.load_dataset(kind[1], data_files=glob.escape(source))  # this file, whatever stands beside it
     try:
         saved = datasets.load_from_disk(source)
     except FileNotFoundError:
@@ -873,6 +874,8 @@ def load_prompts(source, table, args, tokenizer):
         answer = record.get(args.answer_column)
         if isinstance(answer, dict):  # verl's column reward_model
             answer = answer.get("ground_truth", answer)
+        if hasattr(answer, "isoformat"):
+            fail(f"{source}, row {number}: `datasets` has made {answer!r} of the answer; in a .csv file it stays a text")
         if args.reward == "gsm8k" and math.isnan(gsm8k_number(f"####{answer}")):
             fail(f"{source}, row {number}: --reward gsm8k needs one number as the reference answer, not {answer!r}")
         messages = prompt
