@@ -982,7 +982,8 @@ def load_prompts(source, table, args, tokenizer):
             if suffix is None:
                 suffix = GSM8K_REQUEST if args.reward == "gsm8k" and "####" not in prompt else ""
             messages = [{"role": "user", "content": prompt + suffix}]
-        kinds = {type(message.get("content")) for message in messages} if isinstance(messages, list) else set()
+        turns = messages if isinstance(messages, list) else []
+        kinds = {isinstance(turn, dict) and type(turn.get("content")) for turn in turns}
         if kinds != {str} or messages[-1].get("role") == "assistant":
             fail(f"{source}, row {number}: a prompt is a text or a chat of texts that awaits an answer, not {prompt!r}")
         if use_chat:
