@@ -389,7 +389,8 @@ def main(args: Args):
             break
 
     if state["iteration"] < args.total_iterations:
-        accelerator.print(f"stopped early: the same command with --run-name {run_dir.name} --resume continues")
+        name = run_dir.relative_to(args.output_dir)
+        accelerator.print(f"stopped early: the same command with --run-name {name} --resume continues")
     elif args.total_iterations > 0:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
         accelerator.print(f"the trained model is in {run_dir}/final")
@@ -964,7 +965,7 @@ def find_run(args):
     run_dir = Path(args.output_dir, broadcast_object_list([name])[0])  # the time is that of rank 0
     if run_dir.exists() and not args.resume:
         fail(f"the run folder {run_dir} exists: choose another --run-name, or continue that run with --resume")
-    return run_dir, max(run_dir.glob("checkpoints/step_*"), default=None)
+    return run_dir, max(run_dir.glob("checkpoints/step_*[0-9t]"), default=None)  # no backups
 
 
 def open_run(run_dir, args, kept_lines, accelerator):
@@ -1027,15 +1028,13 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
         torch.save(saved, unfinished)
         torch.load(unfinished, map_location="cpu", mmap=True)  # names the type of what could not be loaded again
         unfinished.replace(path)  # so a file of that name is complete
-        for old in sorted(path.parent.glob("step_*"))[:-keep]:  # none of them if keep is 0
+        for old in sorted(path.parent.glob("step_??????.pt"))[:-keep]:  # none of them if keep is 0
             old.unlink()
 
 
 def load_checkpoint(path, trainees):
     """Loads a checkpoint into models and optimizers and returns its `state`. Hyperparameters come from the flags."""
-    saved = {}
-    if path.is_file():  # a folder is another script's checkpoint
-        saved = torch.load(path, map_location="cpu", mmap=True)
+    saved = torch.load(path, map_location="cpu", mmap=True)  # a folder would be the sharded script's checkpoint
     if saved.keys() != {*trainees, "state"}:
         fail(f"{path} was written by another script or version, so this one cannot continue it")
     for name, (model, optimizer) in trainees.items():
