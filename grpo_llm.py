@@ -37,6 +37,7 @@ Comments like [2.3] point to a section of notes/.
 """
 
 import copy
+import fcntl
 import glob
 import importlib.util
 import inspect
@@ -968,12 +969,31 @@ def find_run(args):
     return run_dir, max(run_dir.glob("checkpoints/step_*[0-9t]"), default=None)  # no backups
 
 
+def lock_run(run_dir):
+    """Refuses a run folder that another process uses. The lock is free again as soon as this process has ended.
+
+    A pool of workers that a reward has forked does not inherit it. That is why it is lockf and not flock, and closing
+    the file anywhere would free it, so the run opens it only here.
+    """
+    file = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"{run_dir} is in use by {os.read(file, 200).decode()}")
+    except OSError as error:
+        print(f"{run_dir} cannot be locked ({error}): see to it that no other process writes there")
+    os.truncate(file, 0)
+    os.write(file, f"process {os.getpid()} on {os.uname().nodename}".encode())
+
+
 def open_run(run_dir, args, kept_lines, accelerator):
-    """Creates the run folder, truncates metrics.jsonl to its first `kept_lines` lines, and starts the tracker."""
+    """Creates and locks the run folder, truncates metrics.jsonl to its first `kept_lines` lines, and starts the tracker."""
     script = Path(getattr(sys.modules["__main__"], "__file__", __file__))
     settings = vars(args) | {"num_processes": accelerator.num_processes, "script": script.name}
     if accelerator.is_main_process:
-        (run_dir / "completions").mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=args.resume)  # a rival may have made it since find_run
+        lock_run(run_dir)
+        (run_dir / "completions").mkdir(exist_ok=True)
         (run_dir / "args.json").write_text(json.dumps(settings, indent=1))
         for file in {Path(__file__), script}:  # two files if a script imports this one and replaces a part of it
             (run_dir / file.name).write_text(file.read_text())
