@@ -271,9 +271,9 @@ def main(args: Args):
         rollout_seconds = time.perf_counter() - started
 
         # 2. Reward: a score for each response.
-        texts, plain_scores = compute_scores(reward_function, tokenizer, rows, responses)
-        truncated = torch.tensor([response.truncated for response in responses], device=device)  # (B,)
-        scores = torch.tensor(plain_scores, device=device)  # [8.1] (B,)
+        results = compute_scores(reward_function, tokenizer, rows, responses)
+        truncated = torch.tensor([result["truncated"] for result in results], device=device)  # (B,)
+        scores = torch.tensor([result["score"] for result in results], device=device)  # [8.1] (B,)
 
         # One batch, cut for all passes below. A micro-batch `mb` (a part of a minibatch, and not what CleanRL calls mb) is
         # an index (row numbers, slice(0, l)): tokens[mb] are those rows of a (B,L) tensor, cut to l columns, (b,l). Of a
@@ -362,6 +362,7 @@ def main(args: Args):
             "actor/ratio_mean": global_mean(ratio, actions),
             "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
         }
+        metrics |= mean_parts("part", results, reward_function, device)
         if actor_norms:  # without an actor step, nothing has computed these
             metrics["actor/loss"] = all_reduce(actor_loss).item() / len(actor_norms)
             metrics["actor/entropy"] = global_mean(entropy, actions)
@@ -376,7 +377,7 @@ def main(args: Args):
         if LAUNCHED and os.getppid() != PARENT and not signals:  # after Ctrl-C, it may have ended already
             fail("the launcher has died, so this process stops; continue with --run-name and --resume")
         if iteration == args.total_iterations or (args.eval_every and iteration % args.eval_every == 0):
-            write_completions(run_dir, f"step_{iteration:06d}", rows, texts, scores.tolist(), accelerator)
+            write_completions(run_dir, f"step_{iteration:06d}", rows, results, accelerator)
             metrics |= evaluate(iteration, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
             if metrics.get("eval/score", -math.inf) > state["best_score"]:
                 state["best_score"] = metrics["eval/score"]
@@ -816,7 +817,8 @@ def load_prompts(source, table, args, tokenizer):
     """A list of rows, each a dictionary, and a sentence about them for the start-up block.
 
     A row has the columns of the data; `prompts`, the text that the model reads, and `input_ids`, its tokens;
-    `messages`, the prompt as a chat; and `answers`, the reference answer. Empty and overlong prompts are left out.
+    `messages`, the prompt as a chat; `answers`, the reference answer; `record`, the row of the data as it was read.
+    Empty and overlong prompts are left out.
     """
     if table is None:
         return [], "no test data (--eval-dataset)"
@@ -853,9 +855,8 @@ def load_prompts(source, table, args, tokenizer):
         if not use_chat and ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers append it
             ids.pop()
         if prompt and 0 < len(ids) <= args.max_prompt_length:
-            record |= {"prompts": text, "input_ids": ids, "is_chat": prompt is messages}
-            record |= {"messages": messages, "answers": answer}
-            rows.append(record)
+            row = record | {"prompts": text, "input_ids": ids, "is_chat": prompt is messages}
+            rows.append(row | {"messages": messages, "answers": answer, "record": record})
     if not rows:
         fail(f"{source}: every prompt is empty or has more than {args.max_prompt_length} tokens (--max-prompt-length)")
     distinct = len({row["prompts"] for row in rows})
@@ -896,28 +897,56 @@ def load_reward(spec):
 
 
 def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
-    """(texts of the Responses, their scores: one finite number for each).
+    """A dictionary for each Response: its text as `response`, its `score` and the `parts` of that, `length`, `truncated`.
 
-    The reward function gets lists by the names of its parameters: prompts and responses, texts; answers; messages, the
-    prompts as chats; tokens, the ids of the responses, special ones included; and any column of the data. A function
-    with **kwargs gets them all. One that asks for `completions` is written for TRL and gets chats as TRL has them.
+    A reward returns a list of numbers, the scores, or a dictionary of such lists, as in {"format": [...], "correct":
+    [...]}: these are parts, and the score is their sum. It gets lists by the names of its parameters: prompts and
+    responses, texts; answers; messages, the prompts as chats; tokens, the ids of the responses, special ones included;
+    truncated, whether each was cut off; record, the row of the data; and any column of the data. A function with
+    **kwargs gets them all. One that asks for `completions` is written for TRL and gets chats as TRL has them.
     """
     if not rows:
-        return [], []
+        return []
     ids = [response.ids for response in responses]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     named = {name: [copy.deepcopy(row[name]) for row in rows] for name in rows[0]}  # a reward may change them
     named |= {"responses": [*texts], "tokens": ids, "completions": texts, "completion_ids": ids}
+    named["truncated"] = [response.truncated for response in responses]
     parameters = inspect.signature(reward_function).parameters
     if "completions" in parameters and rows[0]["is_chat"]:
         completions = [[{"role": "assistant", "content": text}] for text in texts]
         named |= {"prompts": named["messages"], "completions": completions}
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         named = {name: named[name] for name in parameters if name in named}
-    scores = [float(score) for score in reward_function(**named)]
-    if len(scores) != len(rows) or not math.isfinite(sum(scores)):
-        fail(f"the reward must return {len(rows)} finite numbers, not these {len(scores)}: {str(scores)[:300]}")
-    return texts, scores
+    try:
+        returned = reward_function(**named)
+    except SystemExit as error:  # the run would end as if all were well
+        fail(f"the reward function has ended the program: exit({error.code!r})")
+    columns = returned if isinstance(returned, dict) else {"score": returned}
+    numbers = [*zip(*columns.values(), strict=True)]  # of each response
+    if len(numbers) != len(rows):
+        fail(f"the reward must return numbers for {len(rows)} responses, not for {len(numbers)}: {str(returned)[:300]}")
+    results = []
+    for row, response, text, values in zip(rows, responses, texts, numbers):
+        if not all(hasattr(value, "__float__") and math.isfinite(value) for value in values):
+            fail(f"the reward of a response must be finite numbers, not {values}: {text!r} to {row['prompts'][-300:]!r}")
+        parts = dict(zip(columns, map(float, values)))
+        result = {"response": text, "score": sum(parts.values()), "parts": parts if columns is returned else {}}
+        results.append(result | {"length": len(response.ids), "truncated": response.truncated})
+    return results
+
+
+def mean_parts(prefix, results, reward_function, device):
+    """{prefix/NAME: mean of this part of the scores on all ranks together}. All ranks must call it, without rows too."""
+    known = vars(reward_function).setdefault("part_names", set())  # in every call so far
+    known.update(gather_object([tuple(sorted(result["parts"])) for result in results]))
+    if len(known) > 1:
+        fail(f"the reward must return the same parts in every call and on every rank, not {known}")
+    means = {}
+    for name in next(iter(known)):
+        values = torch.tensor([result["parts"][name] for result in results], device=device)
+        means[f"{prefix}/{name}"] = global_mean(values)
+    return means
 
 
 # --- Evaluation and files --------------------------------------------------------------------------------------------
@@ -938,14 +967,17 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
     metrics = {}
     for kind, temperature in ("", 0), ("_sampled", 1):
         responses = rollout(rows, uniforms[mine], temperature)
-        texts, scores = compute_scores(reward_function, tokenizer, rows, responses)
-        metrics[f"eval/score{kind}"] = global_mean(torch.tensor(scores, device=accelerator.device))
-        write_completions(run_dir, f"eval{kind}_{iteration:06d}", rows, texts, scores, accelerator)
-    lengths = [len(response.ids) for response in responses]  # of the sampled responses, which came last
+        results = compute_scores(reward_function, tokenizer, rows, responses)
+        scores = torch.tensor([result["score"] for result in results], device=accelerator.device)
+        metrics[f"eval/score{kind}"] = global_mean(scores)
+        metrics |= mean_parts(f"eval_part{kind}", results, reward_function, accelerator.device)
+        write_completions(run_dir, f"eval{kind}_{iteration:06d}", rows, results, accelerator)
+    lengths = [result["length"] for result in results]  # of the sampled responses, which came last
     metrics["eval/length_mean"] = global_mean(torch.tensor(lengths, device=accelerator.device))
+    parts = [f", {name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_part")]
     accelerator.print(
-        f"iteration {iteration}: eval {metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled, "
-        f"length {metrics['eval/length_mean']:.1f}"
+        f"iteration {iteration}: eval {metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled at "
+        f"temperature 1, length {metrics['eval/length_mean']:.1f}{''.join(parts)}"
     )
     return metrics
 
@@ -1005,11 +1037,11 @@ def open_run(run_dir, args, kept_lines, accelerator):
     accelerator.init_trackers(Path(__file__).stem, None, trackers)
 
 
-def write_completions(run_dir, name, rows, texts, scores, accelerator):
+def write_completions(run_dir, name, rows, results, accelerator):
     """Writes the completions of all ranks as .jsonl, sorted: the file does not depend on the number of processes."""
     lines = []
-    for row, text, score in zip(rows, texts, scores):
-        completion = {"prompt": row["prompts"], "answer": row["answers"], "response": text, "score": score}
+    for row, result in zip(rows, results):
+        completion = {"prompt": row["prompts"], "answer": row["answers"]} | result | {"row": row["record"]}
         lines.append(json.dumps(completion, ensure_ascii=False, default=str))
     lines = gather_object(lines)
     if accelerator.is_main_process:
