@@ -422,8 +422,15 @@ def main(args: Args):
         # Evaluate, log, save, stop.
         if LAUNCHED and os.getppid() != PARENT and not signals:  # after Ctrl-C, it may have ended already
             fail("the launcher has died, so this process stops; continue with --run-name and --resume")
-        if iteration == args.total_iterations or (args.eval_every and iteration % args.eval_every == 0):
+        evaluated = iteration == args.total_iterations or (args.eval_every and iteration % args.eval_every == 0)
+        if evaluated or iteration == 1:
+            columns = {"id": tokens.roll(-1, 1), "action": mask, "logprob": old_logprobs, "kl": kl, "ratio": ratio[-1]}
+            columns |= {"advantage": advantages, "value": values}
+            for i, result in enumerate(results[: 64 // world_size]):  # of the first responses of the batch, every token
+                part = slice(len(rows[i]["input_ids"]) - 1, row_lengths[i] - 1)  # from the first action to the last
+                result["tokens"] = {name: column[i, part].tolist() for name, column in columns.items()}
             write_completions(run_dir, f"step_{iteration:06d}", rows, results, accelerator)
+        if evaluated:
             metrics |= evaluate(iteration, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
             if metrics.get("eval/score", -math.inf) > state["best_score"]:
                 state["best_score"] = metrics["eval/score"]
