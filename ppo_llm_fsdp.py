@@ -299,9 +299,9 @@ def main(args: Args):
         truncated = torch.tensor([result["truncated"] for result in results], device=device)  # (B,)
         scores = torch.tensor([result["score"] for result in results], device=device)  # [8.1] (B,)
 
-        # One batch, cut for all passes below. A micro-batch `mb` (a part of a minibatch, and not what CleanRL calls mb) is
-        # an index (row numbers, slice(0, l)): tokens[mb] are those rows of a (B,L) tensor, cut to l columns, (b,l). Of a
-        # (B,) tensor take x[mb[0]].
+        # One batch, cut for all passes below. A micro-batch `mb`, a part of a minibatch, is an index (row numbers,
+        # slice(0, l)): tokens[mb] are those rows of a (B,L) tensor, cut to l columns, (b,l). Of a (B,) tensor, take
+        # x[mb[0]].
         tokens, mask, rollout_logprobs, row_lengths = to_batch(rows, responses, device)  # (B,L)
         minibatch_rows = torch.arange(len(rows)).split(args.minibatch_size // world_size)  # this rank's rows in each
         minibatches = [pack(row_lengths, part.tolist(), args.microbatch_tokens, device) for part in minibatch_rows]
@@ -424,11 +424,10 @@ def main(args: Args):
             fail("the launcher has died, so this process stops; continue with --run-name and --resume")
         evaluated = iteration == args.total_iterations or (args.eval_every and iteration % args.eval_every == 0)
         if evaluated or iteration == 1:
-            columns = {"id": tokens.roll(-1, 1), "action": mask, "logprob": old_logprobs, "kl": kl, "ratio": ratio[-1]}
-            columns |= {"advantage": advantages, "value": values}
-            for i, result in enumerate(results[: 64 // world_size]):  # of the first responses of the batch, every token
-                part = slice(len(rows[i]["input_ids"]) - 1, row_lengths[i] - 1)  # from the first action to the last
-                result["tokens"] = {name: column[i, part].tolist() for name, column in columns.items()}
+            columns = {"tokens": tokens, "mask": mask, "logprobs": old_logprobs, "ratio": ratio[-1], "kl": kl}
+            columns |= {"advantages": advantages, "values": values}
+            for i, result in enumerate(results[: 64 // world_size]):  # rows of the batch, for the viewer
+                result["batch"] = {name: column[i, : row_lengths[i]].tolist() for name, column in columns.items()}
             write_completions(run_dir, f"step_{iteration:06d}", rows, results, accelerator)
         if evaluated:
             metrics |= evaluate(iteration, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
@@ -444,8 +443,9 @@ def main(args: Args):
             break
 
     if state["iteration"] < args.total_iterations:
-        name = run_dir.relative_to(args.output_dir)
-        accelerator.print(f"stopped early: the same command with --run-name {name} --resume continues")
+        accelerator.print(
+            f"stopped early: the same command with --run-name {run_dir.relative_to(args.output_dir)} --resume continues"
+        )
     elif args.total_iterations > 0:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
         accelerator.print(f"the trained model is in {run_dir}/final")
@@ -984,7 +984,7 @@ def load_prompts(source, table, args, tokenizer):
         if isinstance(answer, dict):  # verl's column reward_model
             answer = answer.get("ground_truth", answer)
         if hasattr(answer, "isoformat"):
-            fail(f"{source}, row {number}: `datasets` has made {answer!r} of the answer; in a .csv file it stays a text")
+            fail(f"{source}, row {number}: `datasets` made {answer!r} of the answer; in a .csv file it stays a text")
         if args.reward == "gsm8k" and math.isnan(gsm8k_number(f"####{answer}")):
             fail(f"{source}, row {number}: --reward gsm8k needs one number as the reference answer, not {answer!r}")
         messages = prompt
@@ -1047,7 +1047,7 @@ def load_reward(spec):
 
 
 def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
-    """A dictionary for each Response: its text as `response`, its `score` and the `parts` of that, `length`, `truncated`.
+    """A dictionary for each Response: `response`, its text; its `score` and the `parts` of that; `length`; `truncated`.
 
     A reward returns a list of numbers, the scores, or a dictionary of such lists, as in {"format": [...], "correct":
     [...]}: these are parts, and the score is their sum. It gets lists by the names of its parameters: prompts and
@@ -1079,7 +1079,7 @@ def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
     results = []
     for row, response, text, values in zip(rows, responses, texts, numbers):
         if not all(hasattr(value, "__float__") and math.isfinite(value) for value in values):
-            fail(f"the reward of a response must be finite numbers, not {values}: {text!r} to {row['prompts'][-300:]!r}")
+            fail(f"the reward must be finite numbers, not {values}, of {text!r} in answer to {row['prompts'][-300:]!r}")
         parts = dict(zip(columns, map(float, values)))
         result = {"response": text, "score": sum(parts.values()), "parts": parts if columns is returned else {}}
         results.append(result | {"length": len(response.ids), "truncated": response.truncated})
@@ -1087,7 +1087,7 @@ def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
 
 
 def mean_parts(prefix, results, reward_function, device):
-    """{prefix/NAME: mean of this part of the scores on all ranks together}. All ranks must call it, without rows too."""
+    """{prefix/NAME: mean of this part of the scores on all ranks together}. All ranks must call it, with no rows, too."""
     known = vars(reward_function).setdefault("part_names", set())  # in every call so far
     known.update(gather_object([tuple(sorted(result["parts"])) for result in results]))
     if len(known) > 1:
@@ -1124,10 +1124,10 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
         write_completions(run_dir, f"eval{kind}_{iteration:06d}", rows, results, accelerator)
     lengths = [result["length"] for result in results]  # of the sampled responses, which came last
     metrics["eval/length_mean"] = global_mean(torch.tensor(lengths, device=accelerator.device))
-    parts = [f", {name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_part")]
+    parts = [f", {name} {value:.3f}" for name, value in metrics.items() if "_part" in name]
     accelerator.print(
-        f"iteration {iteration}: eval {metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled at "
-        f"temperature 1, length {metrics['eval/length_mean']:.1f}{''.join(parts)}"
+        f"iteration {iteration}: eval {metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled "
+        f"at temperature 1, length {metrics['eval/length_mean']:.1f}{''.join(parts)}"
     )
     return metrics
 
@@ -1169,7 +1169,7 @@ def lock_run(run_dir):
 
 
 def open_run(run_dir, args, kept_lines, accelerator):
-    """Creates and locks the run folder, truncates metrics.jsonl to its first `kept_lines` lines, and starts the tracker."""
+    """Creates and locks the run folder, cuts metrics.jsonl after its first `kept_lines` lines, and starts the tracker."""
     script = Path(getattr(sys.modules["__main__"], "__file__", __file__))
     settings = vars(args) | {"num_processes": accelerator.num_processes, "script": script.name}
     if accelerator.is_main_process:
