@@ -1177,6 +1177,8 @@ def start_processes(args):
         # While one process downloads a model or scores, the others wait; NCCL would give up after ten minutes.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=1))],
     )
+    if tracker and not accelerator.log_with:  # left out by accelerate
+        fail(f"--track {tracker} needs a package that is not installed: pip install {tracker}")
     for name, value in vars(args).items():
         least = 1 if name in SIZES.split() else 0
         if isinstance(value, int | float) and name != "entropy_coef" and not value >= least:  # refuses NaN, too
