@@ -199,7 +199,7 @@ def main(args: Args):
 
     # A checkpoint holds `trainees` and this dictionary: put in here what else must survive a restart. Only rank 0 saves
     # it, so it must be the same on all ranks. A key that the checkpoint lacks keeps the value given here.
-    state = {"iteration": 0, "prompts": 0, "best_score": -math.inf}
+    state = {"iteration": 0, "prompts": 0, "best_score": -math.inf, "best_iteration": 0}
     if checkpoint_path:
         state |= load_checkpoint(checkpoint_path, trainees)
     first_iteration = state["iteration"] + 1
@@ -387,7 +387,7 @@ def main(args: Args):
         if evaluated:
             metrics |= evaluate(iteration, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
             if metrics.get("eval/score", -math.inf) > state["best_score"]:
-                state["best_score"] = metrics["eval/score"]
+                state |= {"best_score": metrics["eval/score"], "best_iteration": iteration}
                 save_models(run_dir / "best", trainees, tokenizer, accelerator)
         log(iteration, metrics, run_dir, accelerator)
         stop = gather_object(signals)  # a signal on any rank stops them all
@@ -403,7 +403,10 @@ def main(args: Args):
         )
     elif args.total_iterations > 0:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
-        accelerator.print(f"the trained model is in {run_dir}/final")
+        accelerator.print(
+            f"the trained model is in {run_dir}/final; the best evaluation, {state['best_score']:.3f} greedy, was that of "
+            f"iteration {state['best_iteration']} (its model is in best/, unless this is 0)"
+        )
     if args.track == "tensorboard":
         accelerator.print(f"curves: tensorboard --logdir {args.output_dir}")
     # On exit, torch joins gloo's threads while holding the lock (GIL) that they need. Without this pause, some runs
