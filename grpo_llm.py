@@ -1043,9 +1043,11 @@ def open_run(run_dir, args, kept_lines, accelerator):
         with open(run_dir / "metrics.jsonl", "a+b") as file:
             file.seek(0)
             file.truncate(sum(map(len, file.readlines()[:kept_lines])))  # after the bytes of these lines
-    accelerator.project_configuration.logging_dir = run_dir
+    accelerator.project_configuration.logging_dir = run_dir.parent
     trackers = {"wandb": {"name": run_dir.name, "config": settings}, "tensorboard": {"purge_step": kept_lines}}
-    accelerator.init_trackers(Path(__file__).stem, None, trackers)
+    project = run_dir.name if args.track == "tensorboard" else Path(__file__).stem  # accelerate has one name for both
+    accelerator.init_trackers(project, None, trackers)
+    accelerator.log({"args": f"```\n{json.dumps(settings, indent=1)}\n```"}, step=kept_lines)
 
 
 def write_completions(run_dir, name, rows, results, accelerator):
