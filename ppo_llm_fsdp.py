@@ -1336,11 +1336,6 @@ def catch_signals():
     """
     signals = []
 
-    def note(number, frame):
-        if signal.SIGINT in signals:  # a second Ctrl-C, which a launcher may forward as SIGTERM, stops at once
-            signal.default_int_handler(number, frame)
-        signals.append(number)
-
     def unblock():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
@@ -1349,7 +1344,7 @@ def catch_signals():
         unblock()
 
     for number in signal.SIGTERM, signal.SIGINT:
-        signal.signal(number, note)
+        signal.signal(number, lambda number, frame: signals.append(number))
     # Processes that a reward forks must still die of SIGTERM, which is how a pool ends its workers. A child would lose
     # a SIGTERM that arrives before it has reset the handler, so the signal stays blocked from the fork until then.
     os.register_at_fork(
