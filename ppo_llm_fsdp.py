@@ -1297,8 +1297,6 @@ def start_processes(args):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     sys.stdout.reconfigure(line_buffering=True)  # lines appear in a log file at once
-    if "ACCELERATE_USE_FSDP" in os.environ or "ACCELERATE_USE_DEEPSPEED" in os.environ:
-        fail("the accelerate configuration asks for FSDP or DeepSpeed, which this script does not use: turn them off")
     automatic = args.dtype == "auto" and torch.cuda.is_bf16_supported(including_emulation=False)  # false without a GPU
     precision = "bf16" if automatic or args.dtype == "bfloat16" else "no"
     tracker = None if args.track == "none" else args.track
