@@ -272,8 +272,8 @@ def main(args: Args):
 
         # 2. Reward: a score for each response.
         results = compute_scores(reward_function, tokenizer, rows, responses)
-        truncated = torch.tensor([result["truncated"] for result in results], device=device)  # (B,)
-        scores = torch.tensor([result["score"] for result in results], device=device)  # [8.1] (B,)
+        truncated = to_tensor(results, "truncated", device)  # (B,)
+        scores = to_tensor(results, "score", device)  # [8.1] (B,)
 
         # One batch, cut for all passes below. A micro-batch `mb`, a part of a minibatch, is an index (row numbers,
         # slice(0, l)): tokens[mb] are those rows of a (B,L) tensor, cut to l columns, (b,l). Of a (B,) tensor, take
@@ -362,7 +362,7 @@ def main(args: Args):
             "actor/ratio_mean": global_mean(ratio, actions),
             "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
         }
-        metrics |= mean_parts("part", results, reward_function, device)
+        metrics |= mean_parts("part", results, accelerator)
         if actor_norms:  # without an actor step, nothing has computed these
             metrics["actor/loss"] = all_reduce(actor_loss).item() / len(actor_norms)
             metrics["actor/entropy"] = global_mean(entropy, actions)
@@ -401,11 +401,11 @@ def main(args: Args):
         accelerator.print(
             f"stopped early: the same command with --run-name {run_dir.relative_to(args.output_dir)} --resume continues"
         )
-    elif args.total_iterations > 0:
+    elif args.total_iterations:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
         accelerator.print(
-            f"the trained model is in {run_dir}/final; the best evaluation, {state['best_score']:.3f} greedy, was that of "
-            f"iteration {state['best_iteration']} (its model is in best/, unless this is 0)"
+            f"the trained model is in {run_dir}/final; the best evaluation, {state['best_score']:.3f} greedy, followed "
+            f"iteration {state['best_iteration']} (its model is in {run_dir}/best, unless that is 0)"
         )
     if args.track == "tensorboard":
         accelerator.print(f"curves: tensorboard --logdir {args.output_dir}")
@@ -848,20 +848,18 @@ def load_prompts(source, table, args, tokenizer):
             fail(f"{source}, row {number}: `datasets` made {answer!r} of the answer; in a .csv file it stays a text")
         if args.reward == "gsm8k" and math.isnan(gsm8k_number(f"####{answer}")):
             fail(f"{source}, row {number}: --reward gsm8k needs one number as the reference answer, not {answer!r}")
-        messages = prompt
+        messages = prompt if isinstance(prompt, list) else []
         if isinstance(prompt, str):
             suffix = args.prompt_suffix
             if suffix is None:
                 suffix = GSM8K_REQUEST if args.reward == "gsm8k" and "####" not in prompt else ""
             messages = [{"role": "user", "content": prompt + suffix}]
-        turns = messages if isinstance(messages, list) else []
-        kinds = {isinstance(turn, dict) and type(turn.get("content")) for turn in turns}
+        kinds = {isinstance(message, dict) and type(message.get("content")) for message in messages}
         if kinds != {str} or messages[-1].get("role") == "assistant":
             fail(f"{source}, row {number}: a prompt is a text or a chat of texts that awaits an answer, not {prompt!r}")
+        text = "\n".join(message["content"] for message in messages)
         if use_chat:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switches)
-        else:
-            text = "\n".join(message["content"] for message in messages)
         ids = tokenizer(text, add_special_tokens=not use_chat)["input_ids"]  # a chat template adds the BOS token itself
         if not use_chat and ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers append it
             ids.pop()
@@ -947,17 +945,19 @@ def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
     return results
 
 
-def mean_parts(prefix, results, reward_function, device):
-    """{prefix/NAME: mean of this part of the scores on all ranks together}. All ranks must call it, with no rows, too."""
-    known = vars(reward_function).setdefault("part_names", set())  # in every call so far
-    known.update(gather_object([tuple(sorted(result["parts"])) for result in results]))
+def to_tensor(dictionaries, name, device):
+    """The numbers of that name, (B,)."""
+    return torch.tensor([dictionary[name] for dictionary in dictionaries], device=device)
+
+
+def mean_parts(prefix, results, accelerator):
+    """{prefix/NAME: mean of this part of scores on all ranks together}. All ranks must call it, without rows, too."""
+    parts = [result["parts"] for result in results]
+    known = vars(accelerator).setdefault("part_names", set())  # of all calls so far
+    known.update(gather_object([frozenset(names) for names in parts]))
     if len(known) > 1:
-        fail(f"the reward must return the same parts in every call and on every rank, not {known}")
-    means = {}
-    for name in next(iter(known)):
-        values = torch.tensor([result["parts"][name] for result in results], device=device)
-        means[f"{prefix}/{name}"] = global_mean(values)
-    return means
+        fail(f"the reward must return the same parts in every call and on every rank, not {[*map(set, known)]}")
+    return {f"{prefix}/{name}": global_mean(to_tensor(parts, name, accelerator.device)) for name in sorted(*known)}
 
 
 # --- Evaluation and files --------------------------------------------------------------------------------------------
@@ -979,12 +979,11 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
     for kind, temperature in ("", 0), ("_sampled", 1):
         responses = rollout(rows, uniforms[mine], temperature)
         results = compute_scores(reward_function, tokenizer, rows, responses)
-        scores = torch.tensor([result["score"] for result in results], device=accelerator.device)
-        metrics[f"eval/score{kind}"] = global_mean(scores)
-        metrics |= mean_parts(f"eval_part{kind}", results, reward_function, accelerator.device)
+        metrics[f"eval/score{kind}"] = global_mean(to_tensor(results, "score", accelerator.device))
+        metrics |= mean_parts(f"eval_part{kind}", results, accelerator)
         write_completions(run_dir, f"eval{kind}_{iteration:06d}", rows, results, accelerator)
-    lengths = [result["length"] for result in results]  # of the sampled responses, which came last
-    metrics["eval/length_mean"] = global_mean(torch.tensor(lengths, device=accelerator.device))
+    # Of the sampled responses, which came last.
+    metrics["eval/length_mean"] = global_mean(to_tensor(results, "length", accelerator.device))
     parts = [f", {name} {value:.3f}" for name, value in metrics.items() if "_part" in name]
     accelerator.print(
         f"iteration {iteration}: eval {metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled "
@@ -1025,12 +1024,11 @@ def lock_run(run_dir):
         fail(f"{run_dir} is in use by {os.read(file, 200).decode()}")
     except OSError as error:
         print(f"{run_dir} cannot be locked ({error}): see to it that no other process writes there")
-    os.truncate(file, 0)
-    os.write(file, f"process {os.getpid()} on {os.uname().nodename}".encode())
+    os.write(file, f"process {os.getpid()} on {os.uname().nodename:<99}".encode())  # covers what stood there
 
 
 def open_run(run_dir, args, kept_lines, accelerator):
-    """Creates and locks the run folder, cuts metrics.jsonl after its first `kept_lines` lines, and starts the tracker."""
+    """Creates and locks the run folder, cuts metrics.jsonl after its first `kept_lines` lines, starts the tracker."""
     script = Path(getattr(sys.modules["__main__"], "__file__", __file__))
     settings = vars(args) | {"num_processes": accelerator.num_processes, "script": script.name}
     if accelerator.is_main_process:
