@@ -42,7 +42,7 @@ grpo = load_script(ROOT / "grpo_llm.py")
 NAMES = variants.names()
 ON_PPO = [name for name in NAMES if variants.read_patch(name)[1] == "ppo_llm.py"]
 # Those that may have more than 60 changed lines in 10 places.
-LONG = {"shared_critic": (130, 18), "multi_reward": (64, 12), "environment": (90, 11)}
+LONG = {"shared_critic": (130, 19), "multi_reward": (64, 12), "environment": (90, 11)}
 SOME_END = {"temperature": 5.0, "max_response_length": 32}  # about half of the responses: EOS is one of 46 tokens
 # A reward that a random model gets signal from, others, and an environment.
 TOY = (
@@ -60,6 +60,10 @@ def constant(prompts, responses, answers):
 
 def pieces(prompts, responses, answers):
     return [[(i + 1, 0.1) for i, c in enumerate(r) if c < "m"] for r in responses]
+
+
+def credited(prompts, responses, answers, truncated):
+    return {"pieces": pieces(prompts, responses, answers), "cut": [-0.5 * cut for cut in truncated]}
 
 
 def letters(prompts, responses, answers):
@@ -420,7 +424,7 @@ SWITCHED_OFF = [
     ("value_clip", SHORT | {"value_clip": 1e9}, ""),
     ("target_kl", SHORT | {"target_kl": 1e9}, "actor/steps"),
     ("process_reward", {}, ""),  # a number is a number
-    ("anneal", {"lr_schedule": "constant", "warmup_iterations": 2}, "actor/lr"),
+    ("anneal", {"lr_schedule": "constant", "warmup_iterations": 2}, ""),
     ("entropy_tokens", {"entropy_share": 1.0}, "actor/entropy_threshold"),
     ("multi_reward", PENALTY | {"scale_advantages": False}, NAMED),  # of a plain list
     ("self_distill", {"reward": "binary", "distill_weight": 0.0}, "teacher/taught_frac teacher/kl"),
@@ -475,10 +479,16 @@ def example(seed=0):
     return new, old, advantages, mask
 
 
+def losses_of(algo, new, old, advantages, **flags):
+    """(losses, clipped) by the policy_loss of a script or variant, over all tokens."""
+    return algo.policy_loss(new, old, advantages, torch.ones_like(new, dtype=torch.bool), algo.Args(model="m", **flags))
+
+
 def test_gspo_has_the_papers_gradient(variant):
     """2507.18071, eq. 5 and 7, written out response by response."""
     algo, (new, old, advantages, mask) = variant("gspo"), example(seed=2)
-    losses, clipped = algo.policy_loss(new, old, advantages, mask, 0.02, 0.03)
+    args = algo.Args(model="m", clip_low=0.02, clip_high=0.03)
+    losses, clipped = algo.policy_loss(new, old, advantages, mask, args)
     loss = algo.aggregate(losses, mask, "seq-mean-token-mean", int(mask.sum()), 4, 6)
     (found,) = torch.autograd.grad(loss, new)
     objective, outside = 0, []
@@ -494,9 +504,10 @@ def test_gspo_has_the_papers_gradient(variant):
 
 
 def test_plain_pg_is_the_policy_gradient(variant):
-    new, _, advantages, _ = example()
-    (found,) = torch.autograd.grad(variant("plain_pg").policy_loss(new, advantages).sum(), new)
-    assert torch.equal(found, -advantages)
+    new, old, advantages, _ = example()
+    losses, clipped = losses_of(variant("plain_pg"), new, old, advantages)
+    (found,) = torch.autograd.grad(losses.sum(), new)
+    assert torch.equal(found, -advantages) and not clipped.any()
 
 
 def test_vc_ppo_has_two_lambdas(train, variant, spy):
@@ -522,8 +533,7 @@ def test_credit_goes_to_the_token_that_ends_the_piece(variant):
 def test_process_rewards_stand_at_their_tokens(variant, train, folder, spy):
     algo = variant("process_reward")
     calls, batches = spy(algo, "gae"), spy(algo, "to_batch")
-    flags = {"total_iterations": 1, "kl_reward_coef": 0.0, "missing_eos_penalty": 0.5}
-    metrics = train("process_reward", reward="pieces", **flags)
+    metrics = train("process_reward", reward="credited", total_iterations=1, kl_reward_coef=0.0)
     (((rewards, _, mask, *_), _),) = calls
     (((_, responses, _), _),) = batches
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -531,7 +541,10 @@ def test_process_rewards_stand_at_their_tokens(variant, train, folder, spy):
         expected = [0.1 * (i > 2 and tokenizer.decode([i]) < "m") for i in response.ids]
         expected[-1] -= 0.5 * response.truncated
         assert torch.allclose(row[valid], torch.tensor(expected), atol=1e-6)
-    assert metrics[1]["reward/total_mean"] == pytest.approx(metrics[1]["reward/mean"], abs=1e-6)
+    m = metrics[1]
+    assert m["reward/total_mean"] == pytest.approx(m["reward/mean"], abs=1e-6)
+    assert m["part/pieces"] + m["part/cut"] == pytest.approx(m["reward/mean"], abs=1e-6)
+    assert m["part/cut"] == -0.5 * m["response/truncated_frac"] < 0 < m["part/pieces"]
 
 
 def test_dapo_trains_on_mixed_groups_only(variant, train, spy):
@@ -806,7 +819,7 @@ def test_bypass_corrects_for_the_sampler(variant, train, monkeypatch, spy):
     flags = {"total_iterations": 1, "temperature": 0.9, "kl_reward_coef": 0.0}
     plain = untimed(train("bypass", on=script_of("bypass"), **flags))[1]
     algo = variant("bypass")
-    told_otherwise(algo, monkeypatch, [0.01] * 12, [0] * 12)
+    told_otherwise(algo, monkeypatch, [0.008] * 12, [0] * 12)
     passes = spy(algo, "forward_all", lambda module, *_: type(module))
     rollout = train("bypass", **flags)[1]
     assert algo.Policy not in passes  # a pass less
@@ -815,13 +828,13 @@ def test_bypass_corrects_for_the_sampler(variant, train, monkeypatch, spy):
     sequence = train("bypass", old_logprobs="corrected", is_level="sequence", **flags)[1]
     capped = train("bypass", old_logprobs="corrected", is_cap=1.0, **flags)[1]
     assert rollout["response/length_mean"] == 12  # of all, so that half of the tokens have the weight
-    for metrics, weight in (rollout, 1), (token, math.exp(0.01)), (sequence, math.exp(0.12)), (capped, 1):
+    for metrics, weight in (rollout, 1), (token, math.exp(0.008)), (sequence, math.exp(0.096)), (capped, 1):
         average, square = (1 + weight) / 2, (1 + weight**2) / 2
         assert metrics["rollout/weight_mean"] == pytest.approx(average, rel=1e-5)
         assert metrics["rollout/ess"] == pytest.approx(average**2 / square, rel=1e-5)
         # Of the training pass, whatever the old log-probs are.
-        assert metrics["rollout/logprob_diff"] == pytest.approx(0.005, rel=1e-3)
-    assert rollout["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.01)) / 2) and token["actor/ratio_mean"] == 1
+        assert metrics["rollout/logprob_diff"] == pytest.approx(0.004, rel=1e-3)
+    assert rollout["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.008)) / 2) and token["actor/ratio_mean"] == 1
     # Where nothing is clipped or capped they have the same gradient, and not that of ppo_llm.py.
     assert token["actor/grad_norm"] == pytest.approx(rollout["actor/grad_norm"], rel=1e-5)
     assert token["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=1e-4)
