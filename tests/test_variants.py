@@ -408,6 +408,7 @@ def test_sharded_by_two_as_by_one(name, rel, flags, agree, sharded, folder):
 # --------------------------------------------------------------------------------------------- switched off, refused
 
 SHORT = {"batch_size": 8, "minibatch_size": 4, "ppo_epochs": 2, "total_iterations": 1}
+PAIRS = {"batch_size": 8, "group_size": 2, "max_response_length": 1}  # some of which score alike
 NAMED = "part/score eval_part/score eval_part_sampled/score group/zero_std_frac"
 # Variant, flags with which it does what its script does, what it logs besides.
 SWITCHED_OFF = [
@@ -417,7 +418,7 @@ SWITCHED_OFF = [
     ("process_reward", {}, ""),  # a number is a number
     ("anneal", {"lr_schedule": "constant", "warmup_iterations": 2}, "actor/lr"),
     ("entropy_tokens", {"entropy_share": 1.0}, "actor/entropy_threshold"),
-    ("multi_reward", {"reward": "binary", "scale_advantages": False, "eval_rows": 9}, NAMED),  # of a plain list
+    ("multi_reward", PAIRS | {"scale_advantages": False, "eval_rows": 7}, NAMED),  # of a plain list
     ("self_distill", {"reward": "binary", "distill_weight": 0.0}, "teacher/taught_frac teacher/kl"),
 ]
 
@@ -530,11 +531,11 @@ def test_process_rewards_stand_at_their_tokens(variant, train, folder, spy):
 def test_dapo_trains_on_mixed_groups_only(variant, train, spy):
     batches = spy(variant("dapo"), "group_advantages", lambda scores, *_: scores.clone())
     trained = spy(variant("dapo"), "to_batch", lambda rows, responses, _: [len(r.ids) for r in responses])
-    metrics = train("dapo", reward="binary", max_draws=8, overlong_buffer=12)
+    metrics = train("dapo", reward="binary", max_draws=8, overlong_buffer=32, **SOME_END)
     for scores, lengths, m in zip(batches, trained, metrics[1:], strict=True):
         assert len(scores) == 16 == 4 * m["group/trained"] and 0 < m["reward/sampled_mean"] < 1
         # Filtered before the punishment for length: without it every group has both scores.
-        plain = (scores + torch.tensor(lengths) / 12).view(4, 4)
+        plain = (scores + torch.tensor(lengths) / 32).view(4, 4)
         assert torch.allclose(plain, plain.round()) and plain.round().unique().tolist() == [0, 1]
         assert (plain.amin(1) < 0.5).all() and (plain.amax(1) > 0.5).all() and len({*lengths}) > 1
     assert max(m["group/generated"] for m in metrics[1:]) > 4 and max(m["group/zero_std_frac"] for m in metrics[1:]) > 0
