@@ -42,7 +42,7 @@ grpo = load_script(ROOT / "grpo_llm.py")
 NAMES = variants.names()
 ON_PPO = [name for name in NAMES if variants.read_patch(name)[1] == "ppo_llm.py"]
 # Those that may have more than 60 changed lines in 10 places.
-LONG = {"shared_critic": (130, 19), "multi_reward": (64, 12), "environment": (90, 11)}
+LONG = {"shared_critic": (130, 19), "environment": (90, 11)}
 SOME_END = {"temperature": 5.0, "max_response_length": 32}  # about half of the responses: EOS is one of 46 tokens
 # A reward that a random model gets signal from, others, and an environment.
 TOY = (
@@ -76,14 +76,6 @@ def tabled(prompts, responses, answers):
     wide = [5.0, 5.0, 5.0, 5.0, 0.0, 90.0, 30.0, 0.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0]
     narrow = [0.0, 0.0, 1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     return {"wide": wide, "narrow": narrow}
-
-
-def short(prompts, responses, answers):
-    return {"good": [1.0] * len(prompts), "bad": [1.0]}
-
-
-def spoilt(prompts, responses, answers):
-    return {"good": [1.0] * len(prompts), "bad": [float("nan")] * len(prompts)}
 
 
 def digest(prompts, responses, answers):
@@ -344,7 +336,11 @@ def agree(train, folder, tmp_path):
         assert_close(ones, twos, rel, max(1e-5, rel / 100))
         for kind in "eval_*", "step_000001.jsonl":
             for path in (tmp_path / "one" / "completions").glob(kind):
-                assert path.read_text() == (tmp_path / "two" / "run" / "completions" / path.name).read_text()
+                other = tmp_path / "two" / "run" / "completions" / path.name
+                for row, same in zip(read_rows(path), read_rows(other), strict=True):
+                    batch, batches = row.pop("batch", {}), same.pop("batch", {})  # of the training pass, which rounds
+                    assert row == same and batch.keys() == batches.keys()
+                    assert all(batches[name] == pytest.approx(batch[name], rel, 1e-4) for name in batch)
         return ones
 
     return check
@@ -416,8 +412,8 @@ def test_sharded_by_two_as_by_one(name, rel, flags, agree, sharded, folder):
 # --------------------------------------------------------------------------------------------- switched off, refused
 
 SHORT = {"batch_size": 8, "minibatch_size": 4, "ppo_epochs": 2, "total_iterations": 1}
-PENALTY = {"missing_eos_penalty": 0.3, "eval_rows": 3}
-NAMED = "score/score eval/score/score eval/score_sampled/score"
+PAIRS = {"batch_size": 8, "group_size": 2, "max_response_length": 1}  # some of which score alike
+NAMED = "part/score eval_part/score eval_part_sampled/score group/zero_std_frac"
 # Variant, flags with which it does what its script does, what it logs besides.
 SWITCHED_OFF = [
     ("dual_clip", SHORT | {"dual_clip": 1e9}, ""),
@@ -426,7 +422,7 @@ SWITCHED_OFF = [
     ("process_reward", {}, ""),  # a number is a number
     ("anneal", {"lr_schedule": "constant", "warmup_iterations": 2}, ""),
     ("entropy_tokens", {"entropy_share": 1.0}, "actor/entropy_threshold"),
-    ("multi_reward", PENALTY | {"scale_advantages": False}, NAMED),  # of a plain list
+    ("multi_reward", PAIRS | {"scale_advantages": False, "eval_rows": 7}, NAMED),  # of a plain list
     ("self_distill", {"reward": "binary", "distill_weight": 0.0}, "teacher/taught_frac teacher/kl"),
 ]
 
@@ -455,8 +451,6 @@ REFUSED = [
 ]
 OF_NOTHING = "--kl-reward-coef, --kl-target and --kl-horizon must be above 0: a coefficient of 0 would stay 0"
 REFUSED += [("adaptive_kl", {flag: 0.0}, OF_NOTHING) for flag in ("kl_reward_coef", "kl_target", "kl_horizon")]
-BAD = "the reward bad must return 16 finite numbers, not these"
-REFUSED += [("multi_reward", {"reward": reward}, BAD) for reward in ("short", "spoilt")]
 UNFIT = "--reward-weights must be a finite number for each of ['early', 'size']"
 for weights in (1.0,), (math.nan, 1.0), (0.0, 0.0):
     REFUSED.append(("multi_reward", {"reward": "letters", "reward_weights": weights}, UNFIT))
@@ -549,18 +543,21 @@ def test_process_rewards_stand_at_their_tokens(variant, train, folder, spy):
 
 def test_dapo_trains_on_mixed_groups_only(variant, train, spy):
     batches = spy(variant("dapo"), "group_advantages", lambda scores, *_: scores.clone())
-    metrics = train("dapo", reward="binary", max_draws=8, missing_eos_penalty=0.3)
-    for scores, m in zip(batches, metrics[1:], strict=True):
+    trained = spy(variant("dapo"), "to_batch", lambda rows, responses, _: [len(r.ids) for r in responses])
+    metrics = train("dapo", reward="binary", max_draws=8, overlong_buffer=32, **SOME_END)
+    for scores, lengths, m in zip(batches, trained, metrics[1:], strict=True):
         assert len(scores) == 16 == 4 * m["group/trained"] and 0 < m["reward/sampled_mean"] < 1
+        # Filtered before the punishment for length: without it every group has both scores.
+        plain = (scores + torch.tensor(lengths) / 32).view(4, 4)
+        assert torch.allclose(plain, plain.round()) and plain.round().unique().tolist() == [0, 1]
+        assert (plain.amin(1) < 0.5).all() and (plain.amax(1) > 0.5).all() and len({*lengths}) > 1
     assert max(m["group/generated"] for m in metrics[1:]) > 4 and max(m["group/zero_std_frac"] for m in metrics[1:]) > 0
-    # Filtered before the penalties: without them every group has both scores.
-    assert all({round(x, 1) % 1 for x in scores.tolist()} <= {0.0, 0.7} for scores in batches)
 
 
 def test_dapo_without_a_group_takes_no_step(train, spy):
     steps = spy(torch.optim.AdamW, "step")
-    # With a penalty that differs, which the filter does not see, and a KL loss that would train.
-    flags = {"missing_eos_penalty": 0.5, "kl_loss_coef": 0.1, "max_draws": 2}
+    # With a punishment that differs, which the filter does not see, and a KL loss that would train.
+    flags = {"overlong_buffer": 12, "kl_loss_coef": 0.1, "max_draws": 2}
     metrics = train("dapo", reward="constant", **flags)
     assert not steps and [m["step"] for m in metrics] == [0, 1, 2, 3]
     for m in metrics[1:]:
@@ -608,8 +605,9 @@ def test_replay_asks_again_and_resumes(train, variant, spy):
     flags = {"reward": "binary", "total_iterations": 6, "save_every": 3, "batch_size": 8, "group_size": 2}
     whole = resumed(train, "replay", 3, **flags)
     failed = set()
-    for ((_, _, rows, _), (_, scores)), m in zip(scored, whole[1:]):
+    for ((_, _, rows, _), results), m in zip(scored, whole[1:]):
         asked = [row["prompts"] for row in rows[::2]]
+        scores = [result["score"] for result in results]
         again = min(4, len(failed))
         assert m["group/replayed"] == again and failed.issuperset(asked[:again])
         failed = {prompt for prompt, *pair in zip(asked, scores[::2], scores[1::2]) if max(pair) == 0}
@@ -744,15 +742,15 @@ def test_a_judge_reads_the_rubric(folder, monkeypatch):
     import judge
 
     monkeypatch.setenv("JUDGE_MODEL", str(folder / "model"))
-    monkeypatch.setenv("JUDGE_RUBRIC", "q {prompt} r {response} a {answer}?")
+    monkeypatch.setenv("JUDGE_RUBRIC", "q {prompt} r {response} a {answer} {} {0}?")  # braces are braces
     monkeypatch.setenv("JUDGE_BATCH", "2")
     judge.load.cache_clear()
-    found = judge.judge(["what", "is", "x"], ["one", "two two", "y"], ["1", "2", "3"])
+    found = judge.judge(["what", "is", "x"], ["one", "two {answer}", "y"], ["1", "2", 3])
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     yes = tokenizer(" Yes", add_special_tokens=False)["input_ids"]
-    for score, text in zip(found, ("q what r one a 1?", "q is r two two a 2?", "q x r y a 3?"), strict=True):
-        asked = tokenizer(text)["input_ids"]
+    for score, text in zip(found, ("q what r one a 1", "q is r two {answer} a 2", "q x r y a 3"), strict=True):
+        asked = tokenizer(f"{text} {{}} {{0}}?")["input_ids"]
         logprobs = model(torch.tensor([asked + yes])).logits[0, len(asked) - 1 : -1].log_softmax(-1)
         assert score == pytest.approx(logprobs[range(len(yes)), yes].sum().item(), abs=1e-4)
     monkeypatch.setenv("JUDGE_RUBRIC", "the same whatever was said")
@@ -767,6 +765,9 @@ def test_length_control(monkeypatch):
     monkeypatch.setenv("LENGTH_TARGET", "10")
     responses = ["#### 5" + " " * 4, "#### 5", "#### 4" + " " * 4, "#### 5" + " " * 94]
     assert length_control.length_control(responses, ["5"] * 4) == pytest.approx([1, 0.8, 0, 0.5])
+    monkeypatch.setenv("LENGTH_TARGET", "0")
+    with pytest.raises(ValueError, match="LENGTH_TARGET must be at least 1"):
+        length_control.length_control(responses, ["5"] * 4)
 
 
 @pytest.mark.slow
@@ -1195,7 +1196,10 @@ def test_the_best_of_k_is_pass_at_k(variant):
 
 
 def test_the_majority_votes_on_answers(variant):
-    vote = variant("pass_at_k").majority_score
+    def vote(texts, scores):
+        results = [{"response": text, "score": score} for text, score in zip(texts, scores)]
+        return variant("pass_at_k").majority_score(results)
+
     assert vote(["so #### 1,234", "#### 7", "well #### 1234.0", "#### $1234"], [1.0, 0.0, 1.0, 1.0]) == 1
     assert vote(["#### 7", "#### 7", "#### 8"], [0.0, 0.0, 1.0]) == 0
     assert vote(["#### 8", "#### 7", "#### 7", "#### 8"], [1.0, 0.0, 0.0, 1.0]) == 1  # of two the first
@@ -1246,7 +1250,7 @@ def test_the_weights_of_one_iteration_ago_sample(variant, train, spy):
 def test_importance_weights_are_cut(variant, train, spy):
     algo = variant("one_step_off")
     passes, plain = spy(algo, "forward_all"), spy(algo, "group_advantages")
-    losses = spy(algo, "policy_loss", lambda new, old, advantages, *clips: (new, advantages))
+    losses = spy(algo, "policy_loss", lambda new, old, advantages, *_: (new, advantages))
     metrics = train("one_step_off", total_iterations=3, kl_loss_coef=0.0, lr=5e-3, is_cap=1.1)
     used = [advantages for new, advantages in losses if new.dim() == 3]  # the calls for the log, with the whole batch
     for i in range(3):
@@ -1277,7 +1281,7 @@ def test_the_older_weights_are_resumed(lora_rank, train):
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-@pytest.mark.parametrize("weights", [(), (2.0, 0.5)])
+@pytest.mark.parametrize("weights", [(), (2.0, 0.5), (1.0, -0.5)])
 def test_each_reward_is_normalised_in_its_group_then_they_are_summed(weights, estimator, variant, train, folder, spy):
     losses = spy(variant("multi_reward"), "policy_loss")
     flags = {"reward": "tabled", "reward_weights": weights, "estimator": estimator, "total_iterations": 1}
@@ -1296,26 +1300,33 @@ def test_each_reward_is_normalised_in_its_group_then_they_are_summed(weights, es
     assert metrics[1]["group/zero_std_frac"] == 0.25
 
 
-def test_every_score_is_logged_evaluated_and_written(train, tmp_path):
-    flags = {"missing_eos_penalty": 0.25, "eval_rows": 3, "kl_reward_coef": 0.1}
+@pytest.mark.parametrize("weights", [(), (2.0, 0.5), (1.0, 0.0), (-1.0, 3.0)])
+def test_every_curve_evaluation_and_completion_obeys_the_weights(weights, train, tmp_path):
+    flags = {"reward_weights": weights, "eval_rows": 3, "kl_reward_coef": 0.1}
     metrics = train("multi_reward", reward="letters", run_name="run", **flags)
+    first, second = weights or (1.0, 1.0)
+
+    def parts(text):
+        return {"early": first * (sum(c < "m" for c in text) / 9), "size": second * (len(text) / 99)}
+
     for m in metrics[1:]:
-        of_kl = 2 * 0.1 * m["kl/mean"] * m["response/length_mean"]  # taken from each score
+        of_kl = (abs(first) + abs(second)) * 0.1 * m["kl/mean"] * m["response/length_mean"]  # taken from each part
         assert m["reward/total_mean"] == pytest.approx(m["reward/mean"] - of_kl, abs=1e-5)
-        assert m["score/early"] + m["score/size"] == pytest.approx(m["reward/mean"], abs=1e-6)
-    for kind in ("", "_sampled"):
-        for m in (metrics[0], metrics[3]):
-            parts = [m[f"eval/score{kind}/{name}"] for name in ("early", "size")]
-            assert sum(parts) == pytest.approx(m[f"eval/score{kind}"], abs=1e-6) and min(parts) > 0
-        for row in read_rows(tmp_path / f"run/completions/eval{kind}_000003.jsonl"):
-            text = row["response"]
-            assert row["score"] == {"early": sum(c < "m" for c in text) / 9, "size": len(text) / 99}
-    rows = read_rows(tmp_path / "run/completions/step_000003.jsonl")
-    for name in ("early", "size"):
-        scores = [row["score"][name] for row in rows]
-        assert statistics.mean(scores) == pytest.approx(metrics[3][f"score/{name}"], abs=1e-6)
-    penalty = [row["score"]["size"] - len(row["response"]) / 99 for row in rows]
-    assert {round(p, 4) for p in penalty} == {0.0, -0.25}  # of a truncated one each loses it
+    (tmp_path / "run/completions/step_000001.jsonl").unlink()  # the metrics of the others are those of one step
+    found = {}
+    for path in (tmp_path / "run/completions").glob("*.jsonl"):
+        kind, step = path.stem.rpartition("_")[::2]
+        rows = read_rows(path)
+        for row in rows:
+            assert row["parts"] == parts(row["response"]) and row["score"] == sum(row["parts"].values())
+        name = {"step": "reward/mean", "eval": "eval/score", "eval_sampled": "eval/score_sampled"}[kind]
+        found[name, int(step)] = statistics.mean(row["score"] for row in rows)
+        for part in ("early", "size"):
+            prefix = kind.replace("eval", "eval_part").replace("step", "part")
+            found[f"{prefix}/{part}", int(step)] = statistics.mean(row["parts"][part] for row in rows)
+    assert len(found) == 15 and sum(value != 0 for value in found.values()) == 15 - 5 * (0 in weights)
+    for (name, step), value in found.items():
+        assert metrics[step][name] == pytest.approx(value, abs=1e-6)
 
 
 # --- shared_critic
