@@ -3,8 +3,8 @@
     python benchmarks/preflight.py --script grpo_llm.py --num-processes 2 FLAGS OF THE RUN
 
 A finding is a line: `ok`, `look:` (read this before you start), `skip:` (needs what has failed above) or `stop:` (the
-run would fail, or train on the wrong thing; the exit code is 1). At most 20,000 rows of the data are read. With
---no-model, or above 3e9 parameters, no weights are loaded.
+run would fail, or train on the wrong thing; the exit code is 1). At most 20,000 rows of data are read. With --no-model,
+or above 3e9 parameters, no weights are loaded.
 """
 
 import argparse
@@ -21,15 +21,13 @@ from unittest import mock
 
 import torch
 from accelerate.commands.config.config_args import default_config_file
-from common import ROOT
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
-# What a reward gets from the script, whatever the columns of the data; families that don't work, by model_type.
+# What a reward gets from the script, whatever the columns; families that fail, by model_type (small ones are tried).
 OURS = {"prompts", "responses", "answers", "messages", "tokens", "completions", "completion_ids", "truncated", "record"}
-UNFIT = ["phimoe", "modernbert-decoder", "openai-gpt", "cpmant", "xlstm", "minimax", "falcon_mamba", "rwkv", "mamba"]
-UNFIT += ["mamba2", "recurrent_gemma"]  # PhiMoE's router reads router_jitter_noise, which the scripts set to 0
+UNFIT = {"phimoe", "cpmant", "xlstm", "falcon_mamba", "rwkv", "recurrent_gemma", "minimax"}
 STOPS = []
 
 
@@ -46,12 +44,9 @@ def stop(condition, sentence):
 
 def flags(run, path, words, processes):
     stop(os.name == "nt", "Windows lacks fcntl and os.register_at_fork: start the scripts in WSL")
-    stop(
-        "ipykernel" in sys.modules, "a notebook (or a thread) cannot catch signals: start the script as a command, by !"
-    )
+    stop("ipykernel" in sys.modules, "a notebook or a thread cannot catch signals: start the script as a command (!)")
     said = Path(default_config_file).read_text() if Path(default_config_file).exists() else ""
-    said += "".join(f"type: {name[15:]}" for name in os.environ if name.startswith("ACCELERATE_USE_"))
-    asked = re.findall("type: (FSDP|DEEPSPEED)", said)
+    asked = re.findall('(?:type"?: "?|ACCELERATE_USE_)(FSDP|DEEPSPEED)', said + " ".join(os.environ))
     stop(asked, f"accelerate's configuration asks for {asked}, which no script uses: launch with --multi_gpu")
     sys.path.insert(0, str(path.resolve().parent))
     script = run.script = importlib.import_module(path.stem)
@@ -62,12 +57,11 @@ def flags(run, path, words, processes):
     stop(args.lora_rank and not importlib.util.find_spec("peft"), "--lora-rank needs peft: pip install peft")
     group = getattr(args, "group_size", 1)
     unit, total, wish = group * processes, args.batch_size * group, args.minibatch_size
-    sizes = [size for size in range(unit, total + 1, unit) if total % size == 0]
-    if wish not in sizes:
-        args.minibatch_size = max(1, round(wish / unit)) * unit
+    if total % wish or wish % unit:
+        args.minibatch_size = max(1, round(min(wish, total) / unit)) * unit
         args.batch_size = max(1, round(total / args.minibatch_size)) * args.minibatch_size // group
-        said = f"{total} responses on {processes} process(es) make minibatches of {sizes}, not {wish}"
-        stop(True, f"{said}; --batch-size {args.batch_size} --minibatch-size {args.minibatch_size} would do, too")
+        said = f"{total} responses on {processes} process(es) make no minibatches of {wish}: nearest are"
+        stop(True, f"{said} --batch-size {args.batch_size} --minibatch-size {args.minibatch_size}")
     script.start_processes(args)  # refuses other flags
     run_dir, checkpoint = script.find_run(args)
     with suppress(FileNotFoundError), open(run_dir / "lock", "r+") as file:
@@ -96,13 +90,12 @@ def paths(run, args):
         look(not any(bad) and not place.exists(), f"--{flag} {name} is not here: the hub is asked, for up to minutes")
         if not any(bad):
             setattr(run, flag, name or None)
-    for flag, file in ("reward", args.reward.rpartition(":")[0]), ("chat_template", args.chat_template):
-        name = getattr(args, flag)
-        if not stop(name not in (None, "none", "gsm8k") and not Path(file).is_file(), f"--{flag} {name}: no such file"):
-            setattr(run, flag, name)
+    file = args.reward.rpartition(":")[0]
+    if not stop(args.reward != "gsm8k" and not Path(file).is_file(), f"--reward {args.reward}: no file {file!r}"):
+        run.reward = args.reward
 
 
-def models(run, args, script, words, model, chat_template):
+def models(run, args, script, words, model):
     config = AutoConfig.from_pretrained(model)
     kind, text = config.model_type, config.get_text_config()
     stop(kind in UNFIT, f"{kind} cannot be trained: its log-probs would be wrong, or its code would fail")
@@ -113,70 +106,59 @@ def models(run, args, script, words, model, chat_template):
     embedded = text.vocab_size == AutoConfig.from_pretrained(script.EMBEDDED["model"]).vocab_size
     other = {name: x for name, x in script.EMBEDDED.items() if name != "model" and getattr(args, name) != x}
     look(embedded and "--model" in words and other, f"--model turned the embedded model's settings off: {other}")
-    fast = args.lr >= script.EMBEDDED["lr"] and not args.lora_rank and not embedded
-    look(fast, f"--lr {args.lr} is for the embedded model; a real one takes 1e-6 or so")
-    if stop(Path(model).is_dir() and not [*Path(model).glob("*token*")], f"{model} has no tokenizer files"):
-        return
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    if chat_template not in (None, "none"):
-        tokenizer.chat_template = Path(chat_template).read_text()
+    high = args.lr >= script.EMBEDDED["lr"] and not embedded and not args.lora_rank
+    look(high, f"--lr {args.lr} is for the embedded model; a real one takes 1e-6 or so")
+    stop(Path(model).is_dir() and not [*Path(model).glob("*token*")], f"{model} has no tokenizer files")
+    tokenizer = run.tokenizer = AutoTokenizer.from_pretrained(model)
+    if args.chat_template not in (None, "none"):
+        tokenizer.chat_template = Path(args.chat_template).read_text()
     with torch.device("meta"):
         run.shell = shell = AutoModelForCausalLM.from_config(config)
     with suppress(OSError):  # it may have none
         shell.generation_config = GenerationConfig.from_pretrained(model)
-    run.tokenizer, run.eos_ids = tokenizer, script.collect_eos_ids(shell, tokenizer)
+    run.eos_ids = script.collect_eos_ids(shell, tokenizer)
     stop(not run.eos_ids, "there is no EOS id, so no response would end: set eos_token in tokenizer_config.json")
     print(f"ok    {kind}, {shell.num_parameters():,} parameters, {len(tokenizer)} tokens, EOS ids {run.eos_ids}")
-    if not look(not tokenizer.chat_template or chat_template == "none", "no chat template: prompts are plain text"):
+    if not look(
+        not tokenizer.chat_template or args.chat_template == "none", "prompts are plain text: no chat template"
+    ):
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zzz"}]
         end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("zzz")[2]
         marks = {*tokenizer(end, add_special_tokens=False)["input_ids"]} & {*tokenizer.added_tokens_decoder}
-        said = f"the template ends turns with {end!r}, no EOS id: responses may run on (the guide, Templates)"
-        look(marks and not marks & {*run.eos_ids}, said)
+        look(marks and not marks & {*run.eos_ids}, f"the template ends turns with {end!r}, no EOS id: they may run on")
 
 
 def data(run, args, script, tokenizer, dataset, eval_dataset):
     splits = [*script.read_splits(dataset)]
     how = f"load_from_disk({dataset!r})" if Path(dataset).exists() else f"load_dataset(*{dataset.split(':')})"
     how = f"import datasets\n      datasets.{how}[{splits[0]!r}].to_json('train.jsonl')"
-    if stop("train" not in splits, f"{dataset} has {splits}, only `train` is read. Save one as a file:\n      {how}"):
-        return
+    stop("train" not in splits, f"{dataset} has {splits}, only `train` is read. Save one as a file:\n      {how}")
     table, test_table = script.read_data(args)
     hidden = OURS & {*table.column_names} - {args.prompt_column, args.answer_column}
     look(hidden, f"a reward gets the script's own {hidden}, not the columns of these names")
     file = Path(dataset).read_text("utf-8") if re.match(r".*\.jsonl?$", dataset.lower()) else ""
-    lines = json.loads(file) if file.startswith("[") else map(json.loads, file.splitlines())
-    for line, answer in zip(lines, table[:1000].get(args.answer_column, [])):
-        given = line.get(args.answer_column)
-        if look(
-            isinstance(given, str | int | float) and str(given) != str(answer),
-            f"{dataset} has {given!r}, `datasets` makes {answer!r} of it: put answers in quotes",
-        ):
-            break
+    lines = json.loads(file) if file.startswith("[") else map(json.loads, filter(str.strip, file.split("\n")))
+    pairs = zip((line.get(args.answer_column) for line in lines), table[:1000].get(args.answer_column, []))
+    pairs = [pair for pair in pairs if isinstance(pair[0], str | int | float) and str(pair[0]) != str(pair[1])]
+    look(pairs, f"`datasets` has changed {len(pairs)} answers, (from, to) {pairs[:1]}: put them in quotes")
     for name, source, part in ("rows", dataset, table), ("test_rows", eval_dataset or dataset, test_table):
-        part = part and part.take(min(len(part), 20_000))
         with mock.patch.object(tokenizer, "apply_chat_template", wraps=tokenizer.apply_chat_template) as template:
             try:
-                rows, said = script.load_prompts(source, part, args, tokenizer)
+                rows, said = script.load_prompts(source, part and part.take(min(len(part), 20_000)), args, tokenizer)
             except Exception as error:  # of a template, which does not say where
                 sys.exit(f"{source}, row {template.call_count}: {type(error).__name__}: {error}")
         setattr(run, name, rows)
-        print(
-            f"ok    {said}",
-            *[f"\n      first prompt {row['prompts'][:50]!r} ... {row['prompts'][-90:]!r}" for row in rows[:1]],
-        )
+        print(f"ok    {said}")
     look(not run.test_rows, "without test data, there is no evaluation and no best/")
+    print(f"ok    the first prompt: {run.rows[0]['prompts'][:60]!r} ... {run.rows[0]['prompts'][-90:]!r}")
 
 
 def prompts(args, model, shell, tokenizer, rows, test_rows):
-    leading = rows[0]["input_ids"][:2].count(tokenizer.bos_token_id)
-    adds = tokenizer.bos_token_id in tokenizer("x")["input_ids"]
-    look(leading == 2 or (adds and not leading), f"prompts begin with {leading} BOS tokens")
-    ids = [row["input_ids"] for row in rows + test_rows[: args.eval_rows]]
+    ids, bos = [row["input_ids"] for row in rows + test_rows[: args.eval_rows]], tokenizer.bos_token_id
+    look(ids[0][:2] == [bos, bos], "prompts begin with two BOS tokens")
     longest, highest, size = max(map(len, ids)), max(map(max, ids)), shell.get_input_embeddings().num_embeddings
-    positions = getattr(shell.config.get_text_config(), "max_position_embeddings", float("inf"))
-    enough = longest + args.max_response_length <= positions
-    stop(not enough, f"a prompt of {longest} tokens and --max-response-length exceed {positions} positions")
+    room = getattr(shell.config.get_text_config(), "max_position_embeddings", float("inf")) - args.max_response_length
+    stop(longest > room, f"a prompt has {longest} tokens; positions minus --max-response-length are {room}")
     stop(highest >= size, f"a prompt has the token {highest}, but {model} has {size} embeddings")
     look(len(tokenizer) > size, f"{len(tokenizer)} tokens, but {size} embeddings: the others must not occur")
     file = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
@@ -184,8 +166,8 @@ def prompts(args, model, shell, tokenizer, rows, test_rows):
     texts = [row["prompts"] for row in rows[:100]] + ["Cafe\u0301  1234567\n\n don't"]  # the last is not NFC
     ours = tokenizer(texts, add_special_tokens=False)["input_ids"]
     wrong = [x for x, ids in zip(texts, ours) if original.encode(x, add_special_tokens=False).ids != ids]
-    said = f"{type(tokenizer).__name__} reads {len(wrong)} of {len(texts)} texts otherwise than tokenizer.json"
-    stop(wrong, f'{said}: in tokenizer_config.json, set "tokenizer_class": "TokenizersBackend"')
+    said = f"tokenizer.json gives {len(wrong)} of {len(texts)} texts other ids than {type(tokenizer).__name__}"
+    stop(wrong, f"{said}: in tokenizer_config.json, set tokenizer_class to TokenizersBackend")
 
 
 def rewards(script, reward, tokenizer, rows, test_rows):
@@ -193,11 +175,10 @@ def rewards(script, reward, tokenizer, rows, test_rows):
     needed = [x for x in inspect.signature(function).parameters.values() if x.default is x.empty and x.kind.value == 1]
     for kind, row in zip(["train", "test"], rows[:1] + test_rows[:1]):
         missing = {x.name for x in needed} - {*row} - OURS
-        if stop(missing, f"the reward needs {missing}; the {kind} data have {[*row['record']]}"):
-            continue
-        mark, answer = "#### " if reward == "gsm8k" else "", str(row["answers"])
-        texts = {"right": answer if "####" in answer else mark + answer, "wrong": f"{mark}987654321", "empty": ""}
-        texts["cut off"] = "First, we"
+        stop(missing, f"the reward needs {missing}; the {kind} data have {[*row['record']]}")
+        mark, answer = "#### " * (reward == "gsm8k"), str(row["answers"])
+        right = answer if "####" in answer else mark + answer
+        texts = {"right": right, "wrong": f"{mark}987654321", "empty": "", "cut off": "First, we"}
         ids = tokenizer([*texts.values()], add_special_tokens=False)["input_ids"]
         responses = [script.Response(x, [0.0] * len(x), x is ids[3]) for x in ids]
         started = time.perf_counter()
@@ -218,10 +199,8 @@ def log_probs(args, script, model, shell, eos_ids, rows, no_model):
     responses = script.generate(ours, [row["input_ids"] for row in some], uniforms, eos_ids, args.temperature)
     tokens, mask, sampled, _ = script.to_batch(some, responses, "cpu")
     with torch.no_grad():
-        logprobs = script.Policy(ours, args.temperature).train()(tokens, mask)[0]
         plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        expected = (plain(tokens).logits / args.temperature).log_softmax(-1)
-    expected = expected.gather(-1, tokens.roll(-1, 1)[..., None]).squeeze(-1)
+        logprobs, expected = [script.Policy(x, args.temperature)(tokens, mask)[0] for x in (ours.train(), plain)]
     inexact, changed = [((logprobs - x) * mask).abs().max() for x in (sampled, expected)]
     stop(not inexact <= 0.01, f"sampler and training pass differ by {inexact:.2}: the run will be refused")
     stop(not changed <= 0.01, f"log-probs differ by {changed:.2} from those of {model} loaded without the script")
@@ -230,12 +209,11 @@ def log_probs(args, script, model, shell, eos_ids, rows, no_model):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--script", type=Path, default=ROOT / "ppo_llm.py", dest="path")
+    parser.add_argument("--script", type=Path, default=Path(__file__).parents[1] / "ppo_llm.py", dest="path")
     parser.add_argument("--num-processes", type=int, default=max(1, torch.cuda.device_count()), dest="processes")
     parser.add_argument("--no-model", action="store_true")
     run, words = parser.parse_known_args(arguments)
     run.run, run.words = run, words
-    STOPS.clear()
     for part in flags, paths, models, data, prompts, rewards, log_probs:  # they get what they name from those before
         names = inspect.signature(part).parameters
         missing = [name for name in names if not hasattr(run, name)]

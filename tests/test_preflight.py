@@ -25,6 +25,7 @@ def check(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["preflight.py"])
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(preflight, "STOPS", [])
     monkeypatch.setattr(preflight, "default_config_file", str(tmp_path / "accelerate.yaml"))
     make_model(tmp_path / "model", "llama")
     write_rows(tmp_path / "train.jsonl", toy_rows(8))
@@ -104,10 +105,10 @@ CASES = {
     "tsv": (lambda: shutil.copy("train.jsonl", "a.tsv") and ["--dataset", "a.tsv"], "stop: --dataset a.tsv: only"),
     "reward file": (["--reward", "none.py:f"], "stop: --reward none.py:f"),
     "adapter": (lambda: Path("model/adapter_config.json").write_text("{}") and [], "stop: model is an adapter"),
-    "splits": (splits, "['math', 'code'], only `train`"),
+    "splits": (splits, "['math', 'code'], only `train` is read"),
     "template row": (lambda: template("{{ raise_exception('no') }}"), "train.jsonl, row 1"),
     "no test data": (lambda: Path("test.jsonl").unlink(), "stop: --eval_dataset test.jsonl is not there"),
-    "float": (lambda: rows(answer=72) or write_rows(Path("train.jsonl"), [{"question": "a", "answer": x} for x in (72, 0.5)]) and [], "look: train.jsonl has 72, `datasets` makes 72.0"),
+    "float": (lambda: rows(answer=72) or write_rows(Path("train.jsonl"), [{"question": "a", "answer": x} for x in (72, 0.5)]) and [], "look: `datasets` has changed 1 answers, (from, to) [(72, 72.0)]"),
     "hidden": (lambda: rows(messages="a"), "look: a reward gets the script's own {'messages'}"),
     "no tokenizer": (lambda: [x.unlink() for x in Path("model").glob("token*")] and [], "stop: model has no tokenizer"),
     "pre-tokenizer": (pre_tokenizer, "texts otherwise than tokenizer.json"),
@@ -122,8 +123,8 @@ CASES = {
     "dictionary": (lambda: mine("{0: 6.0}"), "stop: TypeError"),
     "none": (lambda: mine("[None] * len(answers)"), "stop: the reward must be finite numbers"),
     "equal": (lambda: mine("[1.0] * len(answers)"), "look: the reward cannot tell right"),
-    "batch": (["--batch-size", "7"], "stop: 7 responses on 1 process(es) make minibatches of [1, 7], not 64"),
-    "processes": (["--num-processes", "3"], "--batch-size 252 --minibatch-size 63 would do"),
+    "batch": (["--batch-size", "7"], "stop: 7 responses on 1 process(es) make no minibatches of 64: nearest are --batch-size 7 --minibatch-size 7"),
+    "processes": (["--num-processes", "3"], "--batch-size 252 --minibatch-size 63"),
     "temperature": (["--temperature", "0"], "stop: --temperature 0 divides by zero"),
     "fsdp": (lambda: Path("accelerate.yaml").write_text("distributed_type: FSDP") and [], "asks for ['FSDP']"),
     "run folder": (lambda: os.makedirs("runs/one") or ["--run-name", "one"], "stop: the run folder runs/one exists"),
