@@ -3,8 +3,8 @@
 import fcntl
 import json
 import os
-import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,23 +55,21 @@ def change(file, **values):
     Path(file).write_text(json.dumps(content | values))
 
 
-def rows(**columns):
-    write_rows(Path("train.jsonl"), [row | columns for row in toy_rows(8)])
+def write(file, text):
+    Path(file).write_text(text)
 
 
-def mine(body, names=""):
-    Path("mine.py").write_text(REWARD.format(names, body))
-    return ["--reward", "mine.py:reward"]
+def numbers():
+    write_rows(Path("train.jsonl"), [{"question": "a", "answer": answer} for answer in (72, 0.5)])
 
 
 def splits():
     DatasetDict({name: Dataset.from_list(toy_rows(4)) for name in ("math", "code")}).save_to_disk("saved")
-    return ["--dataset", "saved"]
 
 
-def template(text):
-    Path("t.jinja").write_text(text)
-    return ["--chat-template", "t.jinja"]
+def no_eos():
+    for name in "config", "generation_config", "tokenizer_config":
+        change(f"model/{name}.json", eos_token_id=None, eos_token=None)
 
 
 def phimoe():
@@ -87,57 +85,67 @@ def pre_tokenizer():
 
 
 def locked():
-    Path("runs/one").mkdir(parents=True)
-    Path("runs/one/lock").write_text("process 7 on here")
-    if os.fork() == 0:  # holds the lock until its parent has looked
-        with open("runs/one/lock", "r+") as file, open("ready", "w"):
-            fcntl.lockf(file, fcntl.LOCK_EX)
-            os.read(os.open("/dev/null", os.O_RDONLY), 1)
-            __import__("time").sleep(5)
-            os._exit(0)
-    return ["--run-name", "one", "--resume"]
+    os.makedirs("runs/one")
+    write("runs/one/lock", "process 7 on here")
+    ready, holding = os.pipe()
+    if os.fork() == 0:
+        fcntl.lockf(open("runs/one/lock", "r+"), fcntl.LOCK_EX)
+        os.write(holding, b".")
+        time.sleep(5)
+        os._exit(0)
+    os.read(ready, 1)
 
 
-# Each: what is changed in the folder, or flags; words that must be said. A trailing "look" does not fail.
-CASES = {
-    "model": (["--model", "./none"], "stop: --model ./none is not there"),
-    "data": (["--dataset", "./none.jsonl"], "stop: --dataset ./none.jsonl is not there"),
-    "tsv": (lambda: shutil.copy("train.jsonl", "a.tsv") and ["--dataset", "a.tsv"], "stop: --dataset a.tsv: only"),
-    "reward file": (["--reward", "none.py:f"], "stop: --reward none.py:f"),
-    "adapter": (lambda: Path("model/adapter_config.json").write_text("{}") and [], "stop: model is an adapter"),
-    "splits": (splits, "['math', 'code'], only `train` is read"),
-    "template row": (lambda: template("{{ raise_exception('no') }}"), "train.jsonl, row 1"),
-    "no test data": (lambda: Path("test.jsonl").unlink(), "stop: --eval_dataset test.jsonl is not there"),
-    "float": (lambda: rows(answer=72) or write_rows(Path("train.jsonl"), [{"question": "a", "answer": x} for x in (72, 0.5)]) and [], "look: `datasets` has changed 1 answers, (from, to) [(72, 72.0)]"),
-    "hidden": (lambda: rows(messages="a"), "look: a reward gets the script's own {'messages'}"),
-    "no tokenizer": (lambda: [x.unlink() for x in Path("model").glob("token*")] and [], "stop: model has no tokenizer"),
-    "pre-tokenizer": (pre_tokenizer, "texts otherwise than tokenizer.json"),
-    "no EOS": (lambda: [change(f"model/{x}.json", eos_token_id=None, eos_token=None) for x in ("config", "generation_config", "tokenizer_config")] and [], "stop: there is no EOS id"),
-    "positions": (["--max-response-length", "999"], "exceed 256 positions"),
-    "embedding": (lambda: make_model(Path("model"), vocab_size=20) and [], "but model has 20 embeddings"),
-    "phimoe": (phimoe, "stop: phimoe cannot be trained"),
-    "phimoe's log-probs": (phimoe, "from those of model loaded without the script"),
-    "quantized": (lambda: change("model/config.json", quantization_config={"quant_method": "fp8"}), "is quantized"),
-    "needs": (lambda: mine("[1.0] * len(answers)", ", level"), "stop: the reward needs {'level'}"),
-    "exit": (lambda: mine("exit()"), "stop: the reward function has ended the program"),
-    "dictionary": (lambda: mine("{0: 6.0}"), "stop: TypeError"),
-    "none": (lambda: mine("[None] * len(answers)"), "stop: the reward must be finite numbers"),
-    "equal": (lambda: mine("[1.0] * len(answers)"), "look: the reward cannot tell right"),
-    "batch": (["--batch-size", "7"], "stop: 7 responses on 1 process(es) make no minibatches of 64: nearest are --batch-size 7 --minibatch-size 7"),
-    "processes": (["--num-processes", "3"], "--batch-size 252 --minibatch-size 63"),
-    "temperature": (["--temperature", "0"], "stop: --temperature 0 divides by zero"),
-    "fsdp": (lambda: Path("accelerate.yaml").write_text("distributed_type: FSDP") and [], "asks for ['FSDP']"),
-    "run folder": (lambda: os.makedirs("runs/one") or ["--run-name", "one"], "stop: the run folder runs/one exists"),
-    "lock": (locked, "stop: runs/one is in use by process 7 on here"),
-    "rate": (["--lr", "1e-3"], "look: --lr 0.001 is for the embedded model"),
-    "embedded": (lambda: ["--model", f"{ROOT}/benchmarks/tiny/model"], "settings off: {"),
+def mine(body, names=""):
+    return lambda: write("mine.py", REWARD.format(names, body))
+
+
+MINE, T = "--reward mine.py:reward", "--chat-template t.jinja"
+CASES = {  # what is changed in the folder, flags, words that must be said
+    "model": (None, "--model ./none", "stop: --model ./none is not there"),
+    "data": (None, "--dataset none.jsonl", "stop: --dataset none.jsonl is not there"),
+    "tsv": (lambda: write("a.tsv", ""), "--dataset a.tsv", "stop: --dataset a.tsv: only"),
+    "split": (None, "--dataset a/b:c:d", "names a split"),
+    "reward file": (None, "--reward none.py:f", "stop: --reward none.py:f: no file 'none.py'"),
+    "adapter": (lambda: write("model/adapter_config.json", "{}"), "", "stop: model is an adapter"),
+    "splits": (splits, "--dataset saved", "['math', 'code'], only `train` is read"),
+    "template": (lambda: write("t.jinja", "{{ raise_exception('no') }}"), T, "train.jsonl, row 1"),
+    "open end": (lambda: write("t.jinja", "{{ messages[-1].content }}<eos2>"), T, "look: the template ends turns with"),
+    "numbers": (numbers, "", "look: `datasets` has changed 1 answers, (from, to) [(72, 72.0)]"),
+    "hidden": (None, "--answer-column question", "look: the reward cannot tell right"),
+    "no tokenizer": (lambda: os.remove("model/tokenizer.json"), "", "stop: "),
+    "pre-tokenizer": (pre_tokenizer, "", "stop: tokenizer.json has other ids for 1 of 9 texts"),
+    "no EOS": (no_eos, "", "stop: there is no EOS id"),
+    "positions": (None, "--max-response-length 999", "can exceed 256 positions"),
+    "embedding": (lambda: make_model(Path("model"), vocab_size=20), "", "but model has 20 embeddings"),
+    "phimoe": (phimoe, "", "stop: phimoe cannot be trained"),
+    "changed": (phimoe, "", "from those of model loaded without the script"),
+    "quantized": (lambda: change("model/config.json", quantization_config={"quant_method": "fp8"}), "", "is quantized"),
+    "needs": (mine("[1.0] * len(answers)", ", level"), MINE, "stop: the reward needs {'level'}"),
+    "exit": (mine("exit()"), MINE, "stop: the reward function has ended the program"),
+    "dictionary": (mine("{0: 6.0}"), MINE, "stop: TypeError"),
+    "none": (mine("[None] * len(answers)"), MINE, "stop: the reward must be finite numbers"),
+    "equal": (mine("[1.0] * len(answers)"), MINE, "look: the reward cannot tell right"),
+    "batch": (None, "--batch-size 7", "make no minibatches of 64: nearest are --batch-size 7 --minibatch-size 7"),
+    "processes": (None, "--num-processes 3", "--batch-size 252 --minibatch-size 63"),
+    "temperature": (None, "--temperature 0", "stop: --temperature 0 divides by zero"),
+    "fsdp": (lambda: write("accelerate.yaml", "distributed_type: FSDP"), "", "asks for ['FSDP']"),
+    "run folder": (lambda: os.makedirs("runs/one"), "--run-name one", "stop: the run folder runs/one exists"),
+    "lock": (locked, "--run-name one --resume", "stop: runs/one is in use by process 7 on here"),
+    "rate": (None, "--lr 1e-3", "look: --lr 0.001: real models take 1e-6"),
+    "embedded": (
+        None,
+        f"--model {ROOT}/benchmarks/tiny/model",
+        "look: --model turned the embedded model's settings off",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_is_named(check, name):
-    given, expected = CASES[name]
-    code, said = check((given() or []) if callable(given) else given)
+    change_folder, flags, expected = CASES[name]
+    if change_folder:
+        change_folder()
+    code, said = check(flags.split())
     assert expected in said, said
-    assert code == any(line.startswith("stop:") for line in said.splitlines())
-    assert "look:" in expected or code == 1 or name == "embedded", said
+    assert code == ("stop:" in said) and (code or "look:" in expected), said
