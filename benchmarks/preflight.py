@@ -117,9 +117,7 @@ def models(run, args, script, words, model):
     run.eos_ids = script.collect_eos_ids(shell, tokenizer)
     stop(not run.eos_ids, "there is no EOS id, so no response would end: set eos_token in tokenizer_config.json")
     print(f"ok    {kind}, {shell.num_parameters():,} parameters, {len(tokenizer)} tokens, EOS ids {run.eos_ids}")
-    if not look(
-        not tokenizer.chat_template or args.chat_template == "none", "prompts are plain text: no chat template"
-    ):
+    if not look(not tokenizer.chat_template or args.chat_template == "none", "no chat template: prompts are texts"):
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zzz"}]
         end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("zzz")[2]
         marks = {*tokenizer(end, add_special_tokens=False)["input_ids"]} & {*tokenizer.added_tokens_decoder}
@@ -160,10 +158,7 @@ def data(run, args, script, model, shell, tokenizer, dataset, eval_dataset):
     texts = [row["prompts"] for row in run.rows[:100]] + ["Cafe\u0301  1234567\n\n don't"]  # the last is not NFC
     ours = tokenizer(texts, add_special_tokens=False)["input_ids"]
     wrong = [x for x, ids in zip(texts, ours) if original.encode(x, add_special_tokens=False).ids != ids]
-    stop(
-        wrong,
-        f"tokenizer.json has other ids for {len(wrong)} of {len(texts)} texts: set tokenizer_class to TokenizersBackend",
-    )
+    stop(wrong, f"tokenizer.json has other ids for {len(wrong)} texts: set tokenizer_class to TokenizersBackend")
 
 
 def rewards(script, reward, tokenizer, rows, test_rows):
@@ -173,12 +168,8 @@ def rewards(script, reward, tokenizer, rows, test_rows):
         missing = {x.name for x in needed} - {*row} - OURS
         stop(missing, f"the reward needs {missing}; the {kind} data have {[*row['record']]}")
         mark, answer = "#### " * (reward == "gsm8k"), str(row["answers"])
-        texts = {
-            "right": answer if "####" in answer else mark + answer,
-            "wrong": mark + "987",
-            "empty": "",
-            "cut off": "A",
-        }
+        right = answer if "####" in answer else mark + answer
+        texts = {"right": right, "wrong": f"{mark}987654321", "empty": "", "cut off": "First, we"}
         ids = tokenizer([*texts.values()], add_special_tokens=False)["input_ids"]
         responses = [script.Response(x, [0.0] * len(x), x is ids[3]) for x in ids]
         started = time.perf_counter()

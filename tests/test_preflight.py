@@ -89,7 +89,7 @@ def locked():
     write("runs/one/lock", "process 7 on here")
     ready, holding = os.pipe()
     if os.fork() == 0:
-        fcntl.lockf(open("runs/one/lock", "r+"), fcntl.LOCK_EX)
+        fcntl.lockf(os.open("runs/one/lock", os.O_RDWR), fcntl.LOCK_EX)
         os.write(holding, b".")
         time.sleep(5)
         os._exit(0)
@@ -112,19 +112,22 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "template": (lambda: write("t.jinja", "{{ raise_exception('no') }}"), T, "train.jsonl, row 1"),
     "open end": (lambda: write("t.jinja", "{{ messages[-1].content }}<eos2>"), T, "look: the template ends turns with"),
     "numbers": (numbers, "", "look: `datasets` has changed 1 answers, (from, to) [(72, 72.0)]"),
-    "hidden": (None, "--answer-column question", "look: the reward cannot tell right"),
+    "hidden": (
+        lambda: write_rows(Path("train.jsonl"), [{**row, "messages": "a"} for row in toy_rows(8)]),
+        "",
+        "look: a",
+    ),
     "no tokenizer": (lambda: os.remove("model/tokenizer.json"), "", "stop: "),
-    "pre-tokenizer": (pre_tokenizer, "", "stop: tokenizer.json has other ids for 1 of 9 texts"),
+    "pre-tokenizer": (pre_tokenizer, "", "stop: tokenizer.json has other ids for 1 texts"),
     "no EOS": (no_eos, "", "stop: there is no EOS id"),
     "positions": (None, "--max-response-length 999", "can exceed 256 positions"),
     "embedding": (lambda: make_model(Path("model"), vocab_size=20), "", "but model has 20 embeddings"),
     "phimoe": (phimoe, "", "stop: phimoe cannot be trained"),
     "changed": (phimoe, "", "from those of model loaded without the script"),
-    "quantized": (lambda: change("model/config.json", quantization_config={"quant_method": "fp8"}), "", "is quantized"),
+    "quantized": (lambda: change("model/config.json", quantization_config={}), "", "model is quantized"),
     "needs": (mine("[1.0] * len(answers)", ", level"), MINE, "stop: the reward needs {'level'}"),
     "exit": (mine("exit()"), MINE, "stop: the reward function has ended the program"),
     "dictionary": (mine("{0: 6.0}"), MINE, "stop: TypeError"),
-    "none": (mine("[None] * len(answers)"), MINE, "stop: the reward must be finite numbers"),
     "equal": (mine("[1.0] * len(answers)"), MINE, "look: the reward cannot tell right"),
     "batch": (None, "--batch-size 7", "make no minibatches of 64: nearest are --batch-size 7 --minibatch-size 7"),
     "processes": (None, "--num-processes 3", "--batch-size 252 --minibatch-size 63"),
@@ -133,11 +136,7 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "run folder": (lambda: os.makedirs("runs/one"), "--run-name one", "stop: the run folder runs/one exists"),
     "lock": (locked, "--run-name one --resume", "stop: runs/one is in use by process 7 on here"),
     "rate": (None, "--lr 1e-3", "look: --lr 0.001: real models take 1e-6"),
-    "embedded": (
-        None,
-        f"--model {ROOT}/benchmarks/tiny/model",
-        "look: --model turned the embedded model's settings off",
-    ),
+    "embedded": (None, f"--model {ROOT}/benchmarks/tiny/model", "look: --model turned the embedded model's"),
 }
 
 
