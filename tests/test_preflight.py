@@ -59,10 +59,6 @@ def write(file, text):
     Path(file).write_text(text)
 
 
-def numbers():
-    write_rows(Path("train.jsonl"), [{"question": "a", "answer": answer} for answer in (72, 0.5)])
-
-
 def splits():
     DatasetDict({name: Dataset.from_list(toy_rows(4)) for name in ("math", "code")}).save_to_disk("saved")
 
@@ -79,8 +75,8 @@ def phimoe():
     AutoModelForCausalLM.from_config(PhimoeConfig(**config)).save_pretrained("model")
 
 
-def pre_tokenizer():
-    change("model/tokenizer.json", pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True})
+def normalizer():
+    change("model/tokenizer.json", normalizer={"type": "Replace", "pattern": {"String": "w"}, "content": "v"})
     change("model/tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
 
 
@@ -96,10 +92,16 @@ def locked():
     os.read(ready, 1)
 
 
+def resumed():
+    os.makedirs("runs/one/checkpoints/step_000001")
+    write("runs/one/args.json", json.dumps({"seed": 7, "resume": False}))
+
+
 def mine(body, names=""):
     return lambda: write("mine.py", REWARD.format(names, body))
 
 
+NUMBERS = '{"question": "a", "answer": 72}\n{"question": "a", "answer": 0.5}\n'
 MINE, T = "--reward mine.py:reward", "--chat-template t.jinja"
 CASES = {  # what is changed in the folder, flags, words that must be said
     "model": (None, "--model ./none", "stop: --model ./none is not there"),
@@ -111,14 +113,14 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "splits": (splits, "--dataset saved", "['math', 'code'], only `train` is read"),
     "template": (lambda: write("t.jinja", "{{ raise_exception('no') }}"), T, "train.jsonl, row 1"),
     "open end": (lambda: write("t.jinja", "{{ messages[-1].content }}<eos2>"), T, "look: the template ends turns with"),
-    "numbers": (numbers, "", "look: `datasets` has changed 1 answers, (from, to) [(72, 72.0)]"),
+    "numbers": (lambda: write("train.jsonl", NUMBERS), "", "look: `datasets` has changed 1 answers"),
     "hidden": (
         lambda: write_rows(Path("train.jsonl"), [{**row, "messages": "a"} for row in toy_rows(8)]),
         "",
         "look: a",
     ),
     "no tokenizer": (lambda: os.remove("model/tokenizer.json"), "", "stop: "),
-    "pre-tokenizer": (pre_tokenizer, "", "stop: tokenizer.json has other ids for 1 texts"),
+    "normalizer": (normalizer, "", "stop: tokenizer.json has other ids for 9 texts"),
     "no EOS": (no_eos, "", "stop: there is no EOS id"),
     "positions": (None, "--max-response-length 999", "can exceed 256 positions"),
     "embedding": (lambda: make_model(Path("model"), vocab_size=20), "", "but model has 20 embeddings"),
@@ -135,6 +137,7 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "fsdp": (lambda: write("accelerate.yaml", "distributed_type: FSDP"), "", "asks for ['FSDP']"),
     "run folder": (lambda: os.makedirs("runs/one"), "--run-name one", "stop: the run folder runs/one exists"),
     "lock": (locked, "--run-name one --resume", "stop: runs/one is in use by process 7 on here"),
+    "resumed": (resumed, "--run-name one --resume", "look: changed since the run was last started: seed 7 -> 1\n"),
     "rate": (None, "--lr 1e-3", "look: --lr 0.001: real models take 1e-6"),
     "embedded": (None, f"--model {ROOT}/benchmarks/tiny/model", "look: --model turned the embedded model's"),
 }
