@@ -136,7 +136,7 @@ def data(run, args, script, model, shell, tokenizer, dataset, eval_dataset):
     lines = json.loads(file) if file.startswith("[") else map(json.loads, filter(str.strip, file.split("\n")))
     pairs = zip((line.get(args.answer_column) for line in lines), table[:1000].get(args.answer_column, []))
     pairs = [pair for pair in pairs if isinstance(pair[0], str | int | float) and str(pair[0]) != str(pair[1])]
-    look(pairs, f"`datasets` has changed {len(pairs)} answers, (from, to) {pairs[:1]}: put them in quotes")
+    look(pairs, f"`datasets` has changed {len(pairs)} answers, (from, to) {pairs[:1]}: put numbers in quotes")
     for name, source, part in ("rows", dataset, table), ("test_rows", eval_dataset or dataset, test_table):
         with mock.patch.object(tokenizer, "apply_chat_template", wraps=tokenizer.apply_chat_template) as template:
             try:
