@@ -884,7 +884,7 @@ def gsm8k_number(text):
     number makes it no answer: '#### 3 + 4 = 7', '#### 10-12', '#### 4.2e1'.
     """
     _, mark, rest = text.replace("\u2212", "-").rpartition("####")  # the typographer's minus
-    line = re.sub(r"[$\\{}]", "", rest).strip().split("\n")[0]  # \boxed{42}, \$42, 1{,}234
+    line = re.sub(r"[$\\]|\{(?=,)|(?<=,)\}", "", rest).strip().split("\n")[0]  # \$42, 1{,}234; \frac{1}{2} stays two
     numbers = re.findall(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)", line)
     if mark and len(numbers) == 1:
         return Decimal(numbers[0].replace(",", ""))  # a float would call numbers of 17 digits equal

@@ -2,8 +2,8 @@
 
     python benchmarks/preflight.py --script grpo_llm.py --num-processes 2 FLAGS OF THE RUN
 
-Findings are `ok`, `look:` (read this first), `skip:` (needs what failed above) or `stop:` (the run would go wrong: exit
-code 1). At most 20,000 rows of data are read, and no weights with --no-model or above 3e9 parameters.
+Findings are `ok`, `look:`, `skip:` (needs what failed above) or `stop:` (the run would go wrong: exit code 1). We read
+at most 20,000 rows of data, and no weights with --no-model or above 3e9 parameters.
 """
 
 import argparse
@@ -100,12 +100,10 @@ def models(run, args, script, words, model):
     stop(kind in UNFIT, f"{kind} cannot be trained: its log-probs would be wrong, or its code would fail")
     stop("llama4" in kind and args.lora_rank, "peft cannot adapt Llama 4's router: no --lora-rank")
     look("gemma4" in kind, "a run ends when Gemma 4 samples its image placeholder: its log-probs differ there")
-    stop(hasattr(config, "quantization_config"), f"{model} is quantized: take the model before quantization")
     look([*Path(model).glob("*processor*.json")], "best/ and final/ will lack its processor files, which servers want")
     embedded = text.vocab_size == AutoConfig.from_pretrained(script.EMBEDDED["model"]).vocab_size
     other = {name: x for name, x in script.EMBEDDED.items() if name != "model" and getattr(args, name) != x}
     look(embedded and "--model" in words and other, f"--model turned the embedded model's settings off: {other}")
-    look(not embedded and args.lr >= script.EMBEDDED["lr"], f"--lr {args.lr}: real models take 1e-6, 1e-5 with LoRA")
     stop(Path(model).is_dir() and not [*Path(model).glob("*token*")], f"{model} has no tokenizer files")
     tokenizer = run.tokenizer = AutoTokenizer.from_pretrained(model)
     if args.chat_template not in (None, "none"):
@@ -124,11 +122,11 @@ def models(run, args, script, words, model):
         look(marks and not marks & {*run.eos_ids}, f"the template ends turns with {end!r}, no EOS id: they may run on")
 
 
-def data(run, args, script, model, shell, tokenizer, dataset, eval_dataset):
+def data(run, args, script, processes, model, shell, tokenizer, dataset, eval_dataset):
     splits = [*script.read_splits(dataset)]
     how = f"load_from_disk({dataset!r})" if Path(dataset).exists() else f"load_dataset(*{dataset.split(':')})"
-    how = f"import datasets\n      datasets.{how}[{splits[0]!r}].to_json('train.jsonl')"
-    stop("train" not in splits, f"{dataset} has {splits}, only `train` is read. Save one as a file:\n      {how}")
+    how = f"import datasets; datasets.{how}[{splits[0]!r}].to_json('train.jsonl')"
+    stop("train" not in splits, f"{dataset} has {splits}, only `train` is read. Save one as a file: {how}")
     table, test_table = script.read_data(args)
     hidden = OURS & {*table.column_names} - {args.prompt_column, args.answer_column}
     look(hidden, f"a reward gets the script's own {hidden}, not the columns of these names")
@@ -152,6 +150,8 @@ def data(run, args, script, model, shell, tokenizer, dataset, eval_dataset):
     positions = getattr(shell.config.get_text_config(), "max_position_embeddings", float("inf"))
     stop(longest + args.max_response_length > positions, f"prompt and response can exceed {positions} positions")
     stop(highest >= size, f"a prompt has the token {highest}, but {model} has {size} embeddings")
+    peak = memory.of_run(args, shell.config.get_text_config(), longest, processes)
+    print(f"ok    about {peak:.1f} GiB of memory a process, for a model of the kind of Qwen2 (notes, chapter 14)")
     look(len(tokenizer) > size, f"{len(tokenizer)} tokens, but {size} embeddings: the others must not occur")
     file = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     original = Tokenizer.from_file(file) if file else tokenizer.backend_tokenizer

@@ -297,6 +297,38 @@ def budget(
     return terms
 
 
+def of_run(args, config, prompt, processes=1):
+    """GiB of a run on one device: its Args, the config of its text model, the tokens of its longest prompt.
+
+    The script is known by its flags. A model of another kind counts as one like Qwen2 of its size.
+    """
+    heads = config.num_attention_heads
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    sizes = config.vocab_size, config.hidden_size, width, config.num_hidden_layers, heads, kv_heads
+    length = prompt + args.max_response_length
+    share = args.minibatch_size // processes * length  # tokens of a step
+    tokens = min(share, max(args.microbatch_tokens, length))
+    terms = budget(
+        Shape(*sizes, bool(config.tie_word_embeddings)),
+        processes,
+        sharded=hasattr(args, "offload"),
+        bf16=args.dtype != "float32",
+        lora_rank=args.lora_rank,
+        critic=hasattr(args, "critic_lr"),
+        use_reference=bool(args.kl_reward_coef or args.kl_loss_coef),
+        checkpointing=args.gradient_checkpointing,
+        offload=getattr(args, "offload", False),
+        gathered=getattr(args, "rollout_params", "gathered") == "gathered",
+        tokens=tokens,
+        length=length,
+        response_length=args.max_response_length,
+        rows=min(args.rollout_batch_size, args.batch_size * getattr(args, "group_size", 1) // processes),
+        microbatches=max(1, share // tokens),
+    )
+    return terms["peak"] / GIB
+
+
 WAYS = {  # rows: a process's share of an evaluation of 512 rows, in which it samples more than of a batch of 256
     "replicated": {},
     "replicated, LoRA 16": {"lora_rank": 16},
