@@ -220,6 +220,17 @@ def test_what_a_reward_asks_for_must_be_there(algo, function):
         score(algo, function, ["a", "b"])
 
 
+@pytest.mark.parametrize("later", [{"format": 1.0}, {"format": 1.0, "corect": 0.0}, {}])
+def test_the_parts_are_the_same_in_every_call(algo, later):
+    accelerator = SimpleNamespace(device="cpu")
+    rows = [{"parts": {"format": 1.0, "correct": score}} for score in (0.0, 1.0)]
+    for _ in range(2):
+        assert algo.mean_parts("part", rows, accelerator) == {"part/format": 1, "part/correct": 0.5}
+    sentence = refusal(lambda: algo.mean_parts("eval_part", [{"parts": later}], accelerator))
+    assert sentence.startswith("error: the reward must return the same parts in every call and on every rank, not [")
+    assert all(repr(name) in sentence for name in ("format", "correct", *later))
+
+
 COUNT = "error: the reward must return numbers for 3 responses, not for {}: {}"
 NUMBER = "error: the reward must be finite numbers, not {}, of 'b' in answer to 'p1'"
 
