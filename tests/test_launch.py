@@ -165,7 +165,7 @@ def test_a_callers_file_by_two_processes_is_that_by_one_and_is_kept(script, toy_
         assert json.loads((run_dir / "args.json").read_text())["script"] == "mine.py"
         m = read_metrics(run_dir)[1]  # here the KL is still 0
         assert m["reward/total_mean"] == pytest.approx(m["reward/mean"] / 2, rel=1e-5) and m["reward/mean"] > 0
-    assert texts[0] == texts[1] and len(texts[0]) == 4 * 7 + 8
+    assert texts[0] == texts[1] and len(texts[0]) == 4 * 7 + 2 * 8
 
 
 @pytest.mark.once
