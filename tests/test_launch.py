@@ -181,7 +181,7 @@ def test_what_every_rank_finds_is_one_sentence(script, toy_flags, tmp_path):
     "returned, sentence, times",
     [
         ("[float('inf')] * len(prompts)", r"the reward must be finite numbers, not \(inf,\), of ", 1),
-        ("exit(0)", r"the reward function has ended the program: exit\(0\)", 1),
+        pytest.param("exit(0)", r"the reward function has ended the program: exit\(0\)", 1, marks=pytest.mark.slow),
         (
             "{'other': [0.0] * len(prompts)}",
             r"the reward must return the same parts .*'other'.*",
