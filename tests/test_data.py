@@ -1,6 +1,9 @@
 """Prompts from every format people have, chat templates, lengths, test data, awkward numbers, and what is refused."""
 
+import datetime
+import json
 import re
+from decimal import Decimal
 
 import datasets
 import pytest
@@ -45,7 +48,7 @@ FORMATS = {  # name: (row, flags, prompt, answer)
     "TRL chat": ({"prompt": CHAT, "solution": 2}, TRLS, "hi\nyes?\n1+1?", 2),
     "no answers": ({"question": "one", "answer": "2"}, {"reward": "r.py:f", "answer_column": None}, "one", None),
 }
-ENDINGS = "json", "jsonl.gz", "parquet", "csv", "tsv", "folder", "folder of splits", "folder from the hub"
+ENDINGS = "json", "jsonl.gz", "parquet", "csv", "folder", "folder of splits", "folder from the hub"
 CASES = [(name, "jsonl") for name in FORMATS] + [("GSM8K raw", ending) for ending in ENDINGS] + [("verl", "parquet")]
 
 
@@ -65,7 +68,7 @@ def save(path, row, ending):
     elif "json" in ending:
         table.to_json(path, lines=ending != "json")
     else:
-        table.to_csv(path, sep={"csv": ",", "tsv": "\t"}[ending])
+        table.to_csv(path)
 
 
 @pytest.mark.parametrize("name, ending", CASES)
@@ -75,11 +78,29 @@ def test_formats(algo, tmp_path, monkeypatch, name, ending):
     save(path, row, ending)
     asked = row[flags.get("prompt_column", "question")]
     told = {"prompts": prompt, "messages": chat(asked) if isinstance(asked, str) else asked, "answers": answer}
-    told |= {"input_ids": make_tokenizer()(prompt)["input_ids"], "is_chat": isinstance(asked, list)}
+    told |= {"input_ids": make_tokenizer()(prompt)["input_ids"], "is_chat": isinstance(asked, list), "record": row}
     monkeypatch.chdir(tmp_path)
     for source in path, path.name:
         rows, summary = load(algo, source, prompt_suffix="", **flags)
         assert summary == f"{source}: 2 rows, 1 distinct, 0 left out" and rows == [row | told] * 2
+
+
+@pytest.mark.parametrize(
+    "name, beside",
+    [
+        ("a[1].jsonl", "a1.jsonl"),  # as a pattern it would name the other
+        ("a?.jsonl", "ab.jsonl"),
+        ("x/data.jsonl", "x/x.py"),  # once taken for the loader of the folder
+        ("DATA.JSONL", "data.jsonl"),
+        ("b.csv", "B.CSV"),
+    ],
+)
+def test_the_file_named_is_read_whatever_stands_beside_it(algo, tmp_path, name, beside):
+    for place, text in (name, "right"), (beside, "wrong"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_text("question\n" + text if "csv" in name else json.dumps({"question": text}))
+    splits = algo.read_splits(f"{tmp_path}/{name}")
+    assert {split: table["question"][:] for split, table in splits.items()} == {"train": ["right"]}
 
 
 @pytest.mark.parametrize("source, asked", [("a/b", ("a/b",)), ("a/b:main", ("a/b", "main"))])
@@ -229,7 +250,15 @@ def load_gold(algo, gold):
     return row["answers"]
 
 
-GOLDS = [("so #### 18", 18), ("x #### 3 #### 4", 4), ("3/4 #### 0.75", 0.75), ("  1,234 ", 1234), (5, 5), (5.0, 5)]
+GOLDS = [
+    ("so #### 18", 18),
+    ("x #### 3 #### 4", 4),
+    ("3/4 #### 0.75", 0.75),
+    ("  1,234 ", 1234),
+    (5, 5),
+    (5.0, 5),
+    ("x = 5", 5),
+]
 
 
 @pytest.mark.parametrize("gold, number", GOLDS)
@@ -238,7 +267,7 @@ def test_a_reference_answer_is_one_number(algo, gold, number):
     assert algo.gsm8k(responses, [load_gold(algo, gold)] * 2) == [1, 0]
 
 
-@pytest.mark.parametrize("gold", ["3/4", "x = 5", "####5####", "", None, float("nan"), True, 1e-7], ids=repr)
+@pytest.mark.parametrize("gold", ["3/4", "x1 = 5", "####5####", "", None, float("nan"), True, 1e-7], ids=repr)
 def test_what_is_more_than_a_number_is_no_reference_answer(algo, gold):
     """Half of it would be read, 3 of 3/4: right answers would score 0, and wrong ones 1."""
     sentence = f"error: rows, row 1: --reward gsm8k needs one number as the reference answer, not {gold!r}"
@@ -267,9 +296,21 @@ REFUSED = [  # a row, flags, what is said of it
     ({"prompt": "a", "answer": "1"}, {"answer_column": "gold"}, NO_COLUMN.format("gold", ["prompt", "answer"])),
     ({"prompt": "how many?", "answer": "3 of 4 are #### 3/4"}, {"reward": "gsm8k"}, NO_NUMBER),
 ]
-NO_PROMPTS = [None, 5, [], [*chat("1+1?"), {"role": "user", "content": None}], chat("1+1?", "2")]
+NO_PROMPTS = [
+    None,
+    5,
+    [],
+    ["a", "b"],
+    [chat("1+1?")],
+    [None],
+    [*chat("1+1?"), {"role": "user", "content": None}],
+    chat("1+1?", "2"),
+]
 NO_PROMPTS += [[{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}]]  # in parts
 NO_PROMPTS += [[{"from": "human", "value": "1+1?"}]]  # ShareGPT
+DAY = datetime.datetime(2021, 1, 2)  # what the loader of .jsonl makes of "2021-01-02"
+DATE = f", row 1: `datasets` made {DAY!r} of the answer; in a .csv file it stays a text"
+REFUSED += [({"prompt": "when?", "answer": DAY}, {}, DATE)]
 REFUSED += [({"prompt": prompt, "answer": "1"}, {}, NO_PROMPT.format(prompt)) for prompt in NO_PROMPTS]
 
 
@@ -341,7 +382,7 @@ def test_gsm8k_raw_and_in_verls_form_are_the_same_rows(algo, data_dir, split, si
     chats, _ = load(algo, file, tokenizer)
     assert [(row["prompts"], row["input_ids"]) for row in chats] == [(x["prompts"], x["input_ids"]) for x in verl]
     solutions, answers = [row["answers"] for row in raw], [row["answers"] for row in verl]
-    assert [algo.gsm8k_number(text) for text in solutions] == [float(answer.replace(",", "")) for answer in answers]
+    assert [algo.gsm8k_number(text) for text in solutions] == [Decimal(answer.replace(",", "")) for answer in answers]
     for gold in (solutions, answers):
         assert algo.gsm8k(solutions, gold) == [1.0] * size
         assert sum(algo.gsm8k(solutions[1:] + solutions[:1], gold)) < 0.05 * size

@@ -120,6 +120,28 @@ def test_chunks_change_neither_results_nor_gradients(algo, model, spy):
             assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_the_entropy_has_no_part_in_the_gradient_of_logprobs(algo, model):
+    """Without a bonus its backward pass is not even run, and the gradients are the same to the bit as with one of 0."""
+    tokens, mask = make_batch(algo)
+    policy, found = algo.Policy(model, 0.7).train(), []
+    for coefficient in None, 0.0:
+        policy.zero_grad()
+        logprobs, entropy = policy(tokens, mask)
+        loss = logprobs.square() if coefficient is None else logprobs.square() - coefficient * entropy
+        loss.sum().backward()
+        found.append([p.grad.clone() for p in policy.parameters()])
+    assert all(map(torch.equal, *found)) and all(gradient.any() for gradient in found[0])
+    nodes = []
+    for output in logprobs, entropy:
+        todo, seen = [output.grad_fn], set()
+        while todo:
+            node = todo.pop()
+            todo += [after for after, _ in node.next_functions if after not in {None, *seen}]
+            seen.add(node)
+        nodes.append({node.name() for node in seen})
+    assert "ExpBackward0" in nodes[1] - nodes[0]  # of the probabilities in the entropy
+
+
 @copies("ppo_llm")
 def test_a_training_pass_keeps_no_cache(algo, model, critic):
     """Keys and values are for sampling: here they would only hold memory."""

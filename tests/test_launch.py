@@ -35,7 +35,7 @@ def launched(script, tmp_path_factory):
 
 
 PROGRESS = r"reward -?\d+\.\d{3}, KL -?\d+\.\d{4}, length \d+\.\d, logprob_diff \d\.\de-\d\d, \d+\.\d s"
-EVALUATED = r"eval -?\d+\.\d{3} greedy, -?\d+\.\d{3} sampled, length \d+\.\d"
+EVALUATED = r"eval -?\d+\.\d{3} greedy, -?\d+\.\d{3} sampled at temperature 1, length \d+\.\d"
 
 
 def said(console, run_dir, total, evaluated):
@@ -47,7 +47,9 @@ def said(console, run_dir, total, evaluated):
     for iteration in range(total + 1):
         expected += [rf"iteration {iteration}/{total}: {PROGRESS}"] if iteration > 0 else []
         expected += [rf"iteration {iteration}: {EVALUATED}"] if iteration in evaluated else []
-    expected += [re.escape(f"the trained model is in {run_dir}/final")]
+    best = max(read_metrics(run_dir), key=lambda m: m.get("eval/score", -math.inf))  # of equal ones the first
+    ends = f"{best['eval/score']:.3f}, came after iteration {best['step']} ({run_dir}/best, unless that is 0)"
+    expected += [re.escape(f"the trained model is in {run_dir}/final; the best greedy score, {ends}")]
     expected += [re.escape(f"curves: tensorboard --logdir {run_dir.parent}")]
     lines = console.partition(", from iteration 1\n")[2].splitlines()
     wrong = [line for line, pattern in zip(lines, expected) if not re.fullmatch(pattern, line)]
@@ -77,8 +79,9 @@ def test_the_run_folder_is_complete(script, launched):
     run_dir, _ = launched
     before, after = (m["eval/score"] for m in read_metrics(run_dir))
     best = ["best"] if after > before else []  # nothing is kept that is no better than before training
-    files = "args.json", script.name, "metrics.jsonl", "completions", "checkpoints", "final", script.stem
-    assert {path.name for path in run_dir.iterdir()} == {*files, *best}
+    files = "args.json", script.name, "metrics.jsonl", "lock", "completions", "checkpoints", "final"
+    found = {path.name for path in run_dir.iterdir() if "events.out.tfevents" not in path.name}
+    assert found == {*files, *best}
     assert (run_dir / script.name).read_text() == script.read_text()
     for name in ("final", *best):
         AutoModelForCausalLM.from_pretrained(run_dir / name)
@@ -89,11 +92,14 @@ def test_the_run_folder_is_complete(script, launched):
     completions = {path.stem: len(read_rows(path)) for path in (run_dir / "completions").iterdir()}
     evaluations = dict.fromkeys(("eval_000000", "eval_sampled_000000", "eval_000001", "eval_sampled_000001"), 60)
     assert completions == {"step_000001": 64} | evaluations
+    assert all("batch" in row for row in read_rows(run_dir / "completions" / "step_000001.jsonl"))  # of both ranks
 
 
 METRICS = "reward/mean reward/std reward/total_mean eval/score eval/score_sampled eval/length_mean advantage/mean "
 METRICS += "advantage/std actor/loss actor/clipfrac actor/approx_kl actor/ratio_mean actor/ratio_max actor/entropy "
-METRICS += "actor/grad_norm critic/loss critic/explained_variance critic/grad_norm kl/mean response/length_mean "
+METRICS += (
+    "actor/lr actor/grad_norm critic/loss critic/explained_variance critic/grad_norm kl/mean response/length_mean "
+)
 METRICS += "response/truncated_frac rollout/logprob_diff time/rollout time/iteration memory/peak_gib"
 
 
@@ -105,8 +111,11 @@ def test_every_metric_of_the_contract_is_there_and_on_tensorboard(script, launch
     before, after = read_metrics(run_dir)
     assert before.keys() == {"step", "eval/score", "eval/score_sampled", "eval/length_mean"}
     assert after.keys() == names | {"step"}
-    events = EventAccumulator(str(run_dir / script.stem)).Reload()
+    events = EventAccumulator(str(run_dir)).Reload()
     assert set(events.Tags()["scalars"]) == names
+    (text,) = events.Tensors("args/text_summary")
+    (text,) = text.tensor_proto.string_val
+    assert text.decode() == f"```\n{(run_dir / 'args.json').read_text()}\n```"
     for name in names:
         logged = {m["step"]: pytest.approx(m[name], rel=1e-5, abs=1e-6) for m in (before, after) if name in m}
         assert {event.step: event.value for event in events.Scalars(name)} == logged, name
@@ -156,7 +165,7 @@ def test_a_callers_file_by_two_processes_is_that_by_one_and_is_kept(script, toy_
         assert json.loads((run_dir / "args.json").read_text())["script"] == "mine.py"
         m = read_metrics(run_dir)[1]  # here the KL is still 0
         assert m["reward/total_mean"] == pytest.approx(m["reward/mean"] / 2, rel=1e-5) and m["reward/mean"] > 0
-    assert texts[0] == texts[1] and len(texts[0]) == 4 * 7 + 8
+    assert texts[0] == texts[1] and len(texts[0]) == 4 * 7 + 2 * 8
 
 
 @pytest.mark.once
@@ -168,12 +177,24 @@ def test_what_every_rank_finds_is_one_sentence(script, toy_flags, tmp_path):
 
 
 @pytest.mark.once
-def test_what_one_rank_finds_that_rank_prints(script, toy_flags, tmp_path):
-    reward = "import os\ndef f(prompts): return [float('inf') if os.environ['RANK'] == '1' else 0.0] * len(prompts)\n"
+@pytest.mark.parametrize(
+    "returned, sentence, times",
+    [
+        ("[float('inf')] * len(prompts)", r"the reward must be finite numbers, not \(inf,\), of ", 1),
+        pytest.param("exit(0)", r"the reward function has ended the program: exit\(0\)", 1, marks=pytest.mark.slow),
+        (
+            "{'other': [0.0] * len(prompts)}",
+            r"the reward must return the same parts .*'other'.*",
+            2,
+        ),  # they exchange them
+    ],
+)
+def test_what_one_rank_finds_that_rank_prints(script, toy_flags, tmp_path, returned, sentence, times):
+    reward = f"import os\ndef f(prompts): return {returned} if os.environ['RANK'] == '1' else [0.0] * len(prompts)\n"
     (tmp_path / "one_reward.py").write_text(reward)
     flags = toy_flags | {"reward": f"{tmp_path}/one_reward.py:f", "output_dir": tmp_path}
     code, console = forked(script, flags, timeout=200)
-    assert code != 0 and len(re.findall("(?m)^error: the reward must return 4 finite numbers", console)) == 1, console
+    assert code == 1 and len(re.findall(f"(?m)^error: {sentence}", console)) == times, console
 
 
 def on_a_terminal(script, words, folder):
@@ -220,20 +241,38 @@ def test_a_line_an_iteration_and_a_bar_on_a_terminal_alone(script, toy_flags, tm
     assert "\rsampling:" in shown and "0/4" in shown and "iteration" not in shown
 
 
+PARTS = """
+def early(prompts, responses, answers):
+    return {"early": [sum(c < "m" for c in r) / max(1, len(r)) for r in responses], "length": [*map(len, responses)]}
+"""
+
+
 def test_bfloat16_learns_too_and_a_rank_may_have_no_row_to_evaluate(script, toy_flags, tmp_path):
+    """The parts of its score are there all the same."""
+    (tmp_path / "parts_reward.py").write_text(PARTS)
     flags = toy_flags | {"output_dir": tmp_path, "run_name": "run", "dtype": "bfloat16", "eval_rows": 1}
-    code, console = forked(script, flags)
+    code, console = forked(script, flags | {"reward": f"{tmp_path}/parts_reward.py:early"})
     assert code == 0 and "on cpu, bfloat16" in console, console
     metrics = read_metrics(tmp_path / "run")
     assert 0 < metrics[1]["rollout/logprob_diff"] < 0.1 and metrics[1]["actor/ratio_mean"] == pytest.approx(1, abs=0.05)
-    assert len(read_rows(tmp_path / "run" / "completions" / "eval_000002.jsonl")) == 1
+    for kind, prefix, score in (
+        ("eval", "eval_part", "eval/score"),
+        ("eval_sampled", "eval_part_sampled", "eval/score_sampled"),
+    ):
+        (row,) = read_rows(tmp_path / "run" / "completions" / f"{kind}_000002.jsonl")
+        parts = {f"{prefix}/{name}": pytest.approx(number, abs=1e-6) for name, number in row["parts"].items()}
+        assert {name: metrics[2].get(name) for name in parts} == parts and len(parts) == 2
+        assert metrics[2][score] == pytest.approx(sum(row["parts"].values()), abs=1e-6)
+    early, length = metrics[2]["eval_part_sampled/early"], metrics[2]["eval_part_sampled/length"]
+    assert f", eval_part_sampled/early {early:.3f}, eval_part_sampled/length {length:.3f}\n" in console
+    assert metrics[1]["part/early"] + metrics[1]["part/length"] == pytest.approx(metrics[1]["reward/mean"], abs=1e-5)
     assert all(math.isfinite(value) for m in metrics for value in m.values())
 
 
 # The numbers that are not 0 for a real model, and what the embedded task has instead.
 REAL = {"max_prompt_length": 512, "max_response_length": 512, "batch_size": 256, "minibatch_size": 64, "ppo_epochs": 1}
 REAL |= {"rollout_batch_size": 128, "microbatch_tokens": 2048, "total_iterations": 100, "lr": 1e-6, "critic_lr": 1e-5}
-REAL |= {"temperature": 1.0, "gamma": 1.0, "lam": 1.0, "whiten_advantages": True, "clip_low": 0.2, "clip_high": 0.2}
+REAL |= {"temperature": 1.0, "gamma": 1.0, "lam": 1.0, "clip_low": 0.2, "clip_high": 0.2}
 REAL |= {"max_grad_norm": 1.0, "kl_reward_coef": 0.001, "seed": 1, "eval_rows": 512, "eval_every": 10, "save_every": 10}
 REAL["keep_checkpoints"] = 2
 GRPO = {"batch_size": 32, "group_size": 8, "kl_reward_coef": 0, "kl_loss_coef": 0.001}

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from accelerate import tracking
 from conftest import ROOT, copies, each_script, make_model, read_metrics, read_rows, refusal, untimed
 from ranks import load_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -95,9 +96,12 @@ def test_gradient_checkpointing_changes_no_result(algo, toy_run, spy):
 # ------------------------------------------------------------------------------------------- evaluation and files
 
 
+KEPT = ["prompt", "answer", "response", "score", "parts", "length", "truncated", "row"]
+
+
 def test_evaluations_and_the_completions_that_are_kept(toy_run, spy, algo):
     """Every chosen row is answered greedily and at temperature 1, whatever that of training is. What the policy writes
-    in training is kept whenever an evaluation is due: reward hacking shows there first."""
+    in training is kept in the first iteration and whenever an evaluation is due: reward hacking shows there first."""
     calls = spy(algo, "generate")
     run_dir, metrics = toy_run(eval_rows=5, total_iterations=3, eval_every=2, temperature=0.5)
     assert [args[4] for args, _ in calls] == [0, 1, 0.5, 0.5, 0, 1, 0.5, 0, 1]
@@ -107,11 +111,44 @@ def test_evaluations_and_the_completions_that_are_kept(toy_run, spy, algo):
     for name, score, number in kinds:
         rows = read_rows(run_dir / "completions" / f"{name}_000003.jsonl")
         assert len(rows) == number == len({row["prompt"] for row in rows})
-        assert all(tuple(row) == ("prompt", "answer", "response", "score") for row in rows)
+        assert all(row.keys() == {*KEPT, *(["batch"] if name == "step" else [])} and row["parts"] == {} for row in rows)
+        assert all(row["row"]["question"] == row["prompt"] for row in rows)
+        assert all(
+            row["row"].keys() == {"question", "answer"} and row["row"]["answer"] == row["answer"] for row in rows
+        )
         assert metrics[3][score] == pytest.approx(sum(row["score"] for row in rows) / number, abs=1e-6)
-    assert sorted(path.name for path in run_dir.glob("completions/step*")) == ["step_000002.jsonl", "step_000003.jsonl"]
+    kept = sorted(path.name for path in run_dir.glob("completions/step*"))
+    assert kept == [f"step_{iteration:06d}.jsonl" for iteration in (1, 2, 3)]
     run_dir, _ = toy_run(eval_every=1, eval_rows=0)  # without an evaluation, too
-    assert sorted(path.name for path in run_dir.glob("completions/*")) == ["step_000001.jsonl", "step_000002.jsonl"]
+    assert sorted(path.name for path in run_dir.glob("completions/*")) == kept[:2]
+
+
+@each_script()
+def test_the_first_64_responses_are_kept_token_by_token(algo, toy_run, spy):
+    """In whole groups: as a viewer shows them, who looks for a mask that is one off."""
+    batches, passes = spy(algo, "to_batch"), spy(algo, "forward_all")
+    rewarded = spy(algo, "compute_scores")
+    grpo = "grpo" in algo.__name__
+    sizes = {"batch_size": 22, "group_size": 3} if grpo else {"batch_size": 66}
+    run_dir, _ = toy_run(total_iterations=1, minibatch_size=66, **sizes)
+    (_, (tokens, mask, _, lengths)), (_, logprobs) = batches[0], passes[0]
+    expected, (((_, _, _, responses), results),) = {}, rewarded
+    for i in range(63 if grpo else 64):
+        expected[str(tokens[i, : lengths[i]].tolist())] = i
+    rows = [row for row in read_rows(run_dir / "completions" / "step_000001.jsonl") if "batch" in row]
+    assert len(rows) == 63 if grpo else 64
+    for row in rows:
+        batch, i = row["batch"], expected.pop(str(row["batch"]["tokens"]))
+        columns = {"tokens", "mask", "logprobs", "ratio", "kl", "advantages"} | ({"values"} if not grpo else set())
+        assert batch.keys() == columns and {len(column) for column in batch.values()} == {lengths[i]}
+        assert batch["mask"] == mask[i, : lengths[i]].tolist()
+        sampled = [batch["tokens"][t + 1] for t, acted in enumerate(batch["mask"]) if acted]
+        assert sampled == responses[i].ids and row["length"] == len(sampled)
+        assert row["truncated"] == responses[i].truncated and row["score"] == results[i]["score"]
+        assert sum(batch["logprobs"]) == pytest.approx(logprobs[i].sum().item(), abs=1e-5)
+        assert batch["logprobs"] == pytest.approx([*map(float, logprobs[i, : lengths[i]])], abs=1e-6)
+        assert all(any(batch[name]) for name in ("ratio", "advantages")) and batch["kl"][-1] == 0
+    assert not expected
 
 
 @each_script()
@@ -142,7 +179,7 @@ BEST = {"eval_rows": 2, "eval_every": 1, "lr": 1e-2}
 
 @pytest.mark.once
 @each_script()
-def test_the_best_is_kept(toy_run, algo, spy, scripted):
+def test_the_best_is_kept(toy_run, algo, spy, scripted, capsys):
     """It must be better than before training and than all since: a tie is no improvement. Until it is complete, the
     one before stays."""
     scripted([0.3, 0.2, 0.4, 0.4, 0.9, 0.8])
@@ -162,11 +199,13 @@ def test_the_best_is_kept(toy_run, algo, spy, scripted):
     assert not (run_dir / "checkpoints").exists()  # save_every is 0
     best, final = ((run_dir / name / "model.safetensors").read_bytes() for name in ("best", "final"))
     assert best != final
+    best = f"; the best greedy score, 0.900, came after iteration 4 ({run_dir}/best, unless that is 0)\n"
+    assert f"the trained model is in {run_dir}/final{best}" in capsys.readouterr().out
 
 
 @pytest.mark.once
 @each_script()
-def test_what_was_best_before_a_restart_still_counts(toy_run, scripted):
+def test_what_was_best_before_a_restart_still_counts(toy_run, scripted, capsys):
     """And what a run that got further before it was killed has left as its best model is replaced."""
     scripted([0.3, 0.2, 0.6])
     run_dir, _ = toy_run(total_iterations=2, save_every=1, run_name="mine", **BEST)
@@ -175,6 +214,7 @@ def test_what_was_best_before_a_restart_still_counts(toy_run, scripted):
     scripted([0.5, 0.55])
     toy_run(total_iterations=4, run_name="mine", resume=True, **BEST)
     assert (run_dir / "best" / "model.safetensors").read_bytes() == best
+    assert "the best greedy score, 0.600, came after iteration 2 (" in capsys.readouterr().out
     scripted([0.7])
     toy_run(total_iterations=3, run_name="mine", resume=True, **BEST)
     assert (run_dir / "best" / "model.safetensors").read_bytes() != best and not (run_dir / "best" / "left").exists()
@@ -200,7 +240,7 @@ def test_what_is_added_to_the_state_survives(script, toy_run, tmp_path):
     for old, new in (
         ('state = {"iteration": 0,', 'state = {"seen": 0, "iteration": 0,'),
         (begins, f'{begins}        state["seen"] += 1\n'),
-        ('"reward/mean": mean(scores),', '"reward/mean": mean(scores), "seen": state["seen"],'),
+        ('"reward/mean": global_mean(scores),', '"reward/mean": global_mean(scores), "seen": state["seen"],'),
     ):
         assert source.count(old) == 1, old
         source = source.replace(old, new)
@@ -246,13 +286,28 @@ def rounded(mask, logprobs):
     return mask, logprobs - 1e-3
 
 
+def one_row(mask, logprobs):
+    logprobs[7, mask[7]] += 0.05
+    return mask, logprobs
+
+
 @each_script()
-@pytest.mark.parametrize("wrong, first", [(shifted, 1), (no_numbers, 2)])
-def test_a_sampler_that_disagrees_ends_the_run_in_any_iteration(algo, toy_run, monkeypatch, tmp_path, wrong, first):
-    """NaN is not above any limit, but is refused, too."""
+@pytest.mark.parametrize(
+    "wrong, first, words",
+    [
+        (shifted, 1, ()),
+        (no_numbers, 2, ("differ by nan (limit 0.01)",)),  # not above any limit, but refused, too
+        (one_row, 1, ("differ by 0.00", " (limit 0.01), in one response by 0.05 (limit 0.01)")),  # of eight
+    ],
+)
+def test_a_sampler_that_disagrees_ends_the_run_before_a_step(
+    algo, toy_run, monkeypatch, tmp_path, spy, wrong, first, words
+):
+    steps = spy(torch.optim.AdamW, "step", lambda optimizer: optimizer)
     mislead(algo, monkeypatch, wrong, first)
-    refused(toy_run, f"iteration {first}: sampler and training pass differ by")
+    refused(toy_run, f"iteration {first}: sampler and training pass differ by", "wrong mask or weights", *words)
     assert len(read_metrics(tmp_path / "runs" / "run0")) == first
+    assert len(steps) == (first - 1) * 2 * len({*steps})  # two minibatches
 
 
 @each_script()
@@ -266,7 +321,7 @@ def test_rounding_of_the_sampler_does_not_end_the_run(algo, toy_run, monkeypatch
 def test_while_the_critic_warms_up_the_policy_is_logged_unchanged(algo, toy_run, monkeypatch):
     """Its sampler is compared with the training pass all the same. What only its steps compute is left out."""
     _, (_, warm, trained) = toy_run(critic_warmup_iterations=1)
-    assert {*trained} - {*warm} == {"actor/loss", "actor/entropy", "actor/grad_norm"}
+    assert {*trained} - {*warm} == {"actor/loss", "actor/entropy", "actor/grad_norm", "actor/lr"}
     assert warm["actor/ratio_mean"] == warm["actor/ratio_max"] == 1 and warm["actor/approx_kl"] == 0
     assert warm["rollout/logprob_diff"] < 1e-5 and warm["critic/grad_norm"] > 0 and trained["actor/grad_norm"] > 0
     mislead(algo, monkeypatch, shifted)
@@ -381,13 +436,10 @@ def test_an_existing_run_folder(toy_run, tmp_path):
     refused(lambda: toy_run(run_name="mine"), "runs/mine exists", "continue that run with --resume")
 
 
-@each_script()
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
-def test_an_accelerate_configuration_that_shards(algo, toy_run, monkeypatch, kind):
-    """Before accelerate looks for what the configuration asks for, which may not be installed."""
-    monkeypatch.setattr(algo, "Accelerator", lambda **options: pytest.fail("accelerate was started"))
-    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
-    refused(toy_run, "asks for FSDP or DeepSpeed")
+def test_a_tracker_that_is_not_installed(toy_run, monkeypatch, tmp_path):
+    monkeypatch.setattr(tracking, "_available_trackers", ["tensorboard"])
+    refused(lambda: toy_run(track="wandb"), "--track wandb needs a package", "pip install wandb")
+    assert list(tmp_path.iterdir()) == []
 
 
 @each_script()

@@ -31,10 +31,11 @@ def record(script, flags):
     names = {}
 
     def compute_scores(function, tokenizer, rows, responses, real=algo.compute_scores):
-        texts, scores = real(function, tokenizer, rows, responses)
+        results = real(function, tokenizer, rows, responses)
         answers = [(list(r.ids), bool(r.truncated)) for r in responses]
+        scores = [result["score"] for result in results]
         found["rollouts"].append(list(zip([list(row["input_ids"]) for row in rows], answers, scores)))
-        return texts, scores
+        return results
 
     def forward_all(module, *args, real=algo.forward_all):
         network = "critic" if any("score." in name for name, _ in module.named_parameters()) else "actor"
@@ -204,7 +205,6 @@ def iterate(oracle, answers, iteration):
     flags = oracle.flags
     grpo = "group_size" in flags
     for answer in answers:
-        answer["score"] -= flags["missing_eos_penalty"] * answer["truncated"]
         answer["old"] = oracle.actor(answer)[0]
         use_reference = flags["kl_reward_coef"] > 0 or flags["kl_loss_coef"] > 0
         answer["ref"] = oracle.actor(answer, {})[0] if use_reference else answer["old"]
@@ -223,9 +223,7 @@ def iterate(oracle, answers, iteration):
             answer["returns"] = answer["raw"] + answer["values"]
         every = torch.cat([answer["raw"] for answer in answers])
         for answer in answers:
-            answer["advantages"] = answer["raw"]
-            if flags["whiten_advantages"]:
-                answer["advantages"] = (answer["raw"] - every.mean()) / every.std(correction=1)
+            answer["advantages"] = (answer["raw"] - every.mean()) / every.std(correction=1)
 
     parts = [answers[i : i + flags["minibatch_size"]] for i in range(0, len(answers), flags["minibatch_size"])]
     seed = zlib.crc32(repr(("minibatches", flags["seed"], iteration)).encode())
@@ -314,7 +312,7 @@ def agrees(flags, ranks):
 
 # With these every term counts: several epochs and minibatches, rates at which ratios leave the clip's range.
 COMMON = {"total_iterations": 2, "ppo_epochs": 2, "minibatch_size": 4, "lr": 1e-3, "kl_reward_coef": 0.1, "seed": 3}
-COMMON |= {"microbatch_tokens": 64, "temperature": 1.0, "missing_eos_penalty": 0.3, "clip_low": 0.1, "clip_high": 0.15}
+COMMON |= {"microbatch_tokens": 64, "temperature": 1.0, "clip_low": 0.1, "clip_high": 0.15}
 PPO = COMMON | {"batch_size": 8, "critic_lr": 3e-3, "gamma": 0.97, "lam": 0.9}
 GRPO = COMMON | {"batch_size": 4, "group_size": 2}
 # Together these have each kind of KL in each place, each place of the KL with and without the other, and each average.
@@ -329,7 +327,7 @@ BOTH = {
     "LoRA": {"lora_rank": 2, "entropy_coef": 0.1, "kl_loss_coef": 0.2, "lr": 3e-2, "loss_agg": "seq-mean-token-sum"},
 }
 OF_PPO = {
-    "Monte Carlo": {"gamma": 1.0, "lam": 1.0, "whiten_advantages": False},
+    "Monte Carlo": {"gamma": 1.0, "lam": 1.0},
     "the critic first, one step ahead": {"critic_warmup_iterations": 1, "lam": 0.0},
 }
 OF_GRPO = {name: {"estimator": name, "group_size": 4, "batch_size": 2} for name in ("dr_grpo", "rloo", "reinforce_pp")}

@@ -1,13 +1,14 @@
 """One result whatever the number of processes: every script on one, two and four ranks, sharded, and composed."""
 
 import math
+import re
 from dataclasses import fields
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import compose, copies, each_script, make_model, path_of, untimed
-from ranks import load_script, run_ranks, train
+from ranks import fork_ranks, load_script, run_ranks, train
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
@@ -16,8 +17,14 @@ from transformers import GenerationConfig
 FLAGS = {"track": "none", "lr": 0.05, "critic_lr": 0.05, "batch_size": 8, "minibatch_size": 4, "microbatch_tokens": 40}
 FLAGS |= {"ppo_epochs": 2, "entropy_coef": 0.01, "kl_loss_coef": 0.1, "kl_reward_coef": 0.05}
 FLAGS |= {"max_response_length": 10, "total_iterations": 3, "save_every": 0, "eval_every": 3}
-FIXED = {"eval_rows": 0}
-ADAM = {"lr": 1e-3, "critic_lr": 1e-3, "eval_rows": 1}  # a row to evaluate that not every rank has
+FIXED = {"eval_rows": 1}  # that not every rank has
+ADAM = FIXED | {"lr": 1e-3, "critic_lr": 1e-3}
+# The toy reward, in parts.
+PARTS = """
+def early(responses):
+    shares = [sum(c < "m" for c in r) / max(1, len(r)) for r in responses]
+    return {"early": shares, "length": [0.01 * len(r) for r in responses]}
+"""
 # Of a run: (flags, options).
 SGD_FIXED = (FIXED, {"sgd": True, "fixed": True})
 SAMPLED = (ADAM, {})
@@ -25,23 +32,25 @@ LORA = (FIXED | {"lora_rank": 4, "lr": 0.5}, {"sgd": True, "fixed": True})
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, toy_data, toy_reward):
+def runs(tmp_path_factory, toy_data):
     """runs(name of the script, ranks, {name: (flags, options)}) -> {name: what `train` tells of it, for each rank}."""
     folder = tmp_path_factory.mktemp("ranks")
     model = make_model(folder / "model", initializer_range=0.05)  # mild: less is lost by cancellation
+    (folder / "reward_in_parts.py").write_text(PARTS)
     GenerationConfig(eos_token_id=[5, 6, 7]).save_pretrained(model)  # sharded, rank 0 alone reads this file
 
     def run(script, world, wanted):
         path = compose(folder) if script == "grpo_llm_fsdp" else path_of(script)
-        own = {"model": model, "dataset": toy_data, "reward": toy_reward, "output_dir": f"{folder}/{script}-{world}"}
+        own = {"model": model, "dataset": toy_data, "output_dir": f"{folder}/{script}-{world}"}
+        own["reward"] = f"{folder}/reward_in_parts.py:early"
         own |= {"group_size": 2, "minibatch_size": 8} if script.startswith("grpo") else {}
         known, todo = {field.name for field in fields(load_script(path).Args)}, []
         for name, (flags, options) in wanted.items():
             every = FLAGS | own | {"run_name": name} | flags
             todo.append(({flag: value for flag, value in every.items() if flag in known}, options))
         results = run_ranks(world, train, str(path), todo)
-        for (flags, _), found in zip(todo, results[0]):
-            assert ("eval/score" in found["metrics"][-1]) == (flags["eval_rows"] > 0)
+        for found in results[0]:
+            assert {f"{kind}/early" for kind in ("part", "eval_part", "eval_part_sampled")} <= {*found["metrics"][-1]}
         return {name: [rank[i] for rank in results] for i, name in enumerate(wanted)}
 
     return run
@@ -103,6 +112,32 @@ def test_grpo_by_two(grpo, runs):
     compare(found["sgd"], grpo["sgd"], 1e-5)
     compare_gradients(found["sgd"], grpo["sgd"], 1e-5)
     alike(found["sgd"])
+
+
+def misled(script, flags):
+    """A run in which the sampler of rank 1 claims other log-probs of its last response; counts optimizer steps."""
+    algo = load_script(script)
+
+    def to_batch(*args, real=algo.to_batch):
+        tokens, mask, logprobs, lengths = real(*args)
+        logprobs[3, mask[3]] += 0.05 * dist.get_rank()
+        return tokens, mask, logprobs, lengths
+
+    algo.to_batch = to_batch
+    algo.sum_gradients = lambda *args: print("a step")
+    algo.main(algo.Args(**flags))
+
+
+@pytest.mark.once
+@each_script("ppo_llm", "grpo_llm")
+def test_one_wrong_row_of_another_rank_ends_the_run(script, toy_flags, tmp_path):
+    """Of eight, before a step: every rank says so."""
+    codes, consoles, _ = fork_ranks(2, misled, str(script), toy_flags | {"output_dir": str(tmp_path)})
+    assert 1 in codes and "a step" not in "".join(consoles)
+    said = (
+        r"error: iteration 1: sampler and training pass differ by 0\.00\d* \(limit 0\.01\), in one response by 0\.05 "
+    )
+    assert all(re.search(said, console) for console in consoles), consoles
 
 
 # ------------------------------------------------------------------------------------------------- sums of gradients

@@ -1,6 +1,7 @@
 """What was interrupted goes on as if it had not been: to the bit, on two processes."""
 
 import dataclasses
+import errno
 import os
 import pickle
 import re
@@ -8,13 +9,15 @@ import shlex
 import shutil
 import signal
 import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import SCRIPTS, as_flags, compose, each_script, forked, launch, read_metrics, refusal, start, untimed
-from ranks import BrokenOff, free_port, load_script, run_ranks, run_script, train
+from ranks import BrokenOff, fork_ranks, free_port, load_script, run_ranks, run_script, train
 from transformers import PreTrainedTokenizerBase
 
 # ----------------------------------------------------------------------------------------- ranks without a launcher
@@ -89,6 +92,15 @@ def test_to_resume_a_run_needs_its_name(algo, tmp_path):
     assert sentence == "error: --resume needs --run-name, the name of the run to continue"
 
 
+@each_script()
+def test_the_newest_checkpoint_is_none_that_somebody_has_set_aside(algo, tmp_path):
+    newest, older = (checkpoint(algo, iteration) for iteration in (4, 2))
+    for name in newest, older, f"{newest}.bak", f"{newest}.tmp", f"{newest}~", f"old_{newest}", "unfinished":
+        (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
+    found = algo.find_run(algo.Args(model="any", output_dir=str(tmp_path), run_name="run", resume=True))
+    assert found == (tmp_path / "run", tmp_path / "run" / "checkpoints" / newest)
+
+
 # (script, who has written what it is to go on from): other models, an older version, a file instead of a folder
 WRITERS = [
     ("ppo_llm", "version 0.3"),
@@ -101,7 +113,7 @@ WRITERS += [("ppo_llm", "ppo_llm_fsdp"), ("ppo_llm_fsdp", "ppo_llm")]
 
 @pytest.mark.parametrize("script, writer", WRITERS, indirect=["script"], scope="module")
 def test_what_another_script_or_version_wrote_is_refused_and_left_alone(script, toy_run, toy_flags, tmp_path, writer):
-    """In one sentence, to the byte."""
+    """In one sentence, to the byte; of a folder where there should be a file, in torch's."""
     other = load_script(script if writer == "version 0.3" else script.with_name(f"{writer}.py"))
     known = {field.name for field in dataclasses.fields(other.Args)}
     flags = {name: value for name, value in (toy_flags | {"group_size": 2}).items() if name in known}
@@ -115,8 +127,12 @@ def test_what_another_script_or_version_wrote_is_refused_and_left_alone(script, 
         path.mkdir()
         torch.save({"state": {}, "policy": ({}, {})}, path / "checkpoint.pt")
     before = listing(tmp_path)
-    sentence = refusal(lambda: toy_run(run_name="run", resume=True))
-    assert sentence.startswith(f"error: {path} ") and "written by another script or " in sentence
+    if path.is_dir() and script.stem == "ppo_llm":
+        with pytest.raises(IsADirectoryError, match=path.name):
+            toy_run(run_name="run", resume=True)
+    else:
+        sentence = refusal(lambda: toy_run(run_name="run", resume=True))
+        assert sentence.startswith(f"error: {path} ") and "written by another script or " in sentence
     assert listing(tmp_path) == before
 
 
@@ -187,6 +203,19 @@ def test_without_a_name_a_run_has_that_of_the_script(algo, tmp_path):
 
 
 @each_script()
+def test_a_state_that_could_not_be_loaded_stops_the_first_save(script, toy_run, tmp_path):
+    """Rather than the restart. The error names the type."""
+    source, begins = script.read_text(), 'state = {"iteration": 0,'
+    assert source.count(begins) == 1
+    (tmp_path / "deque_copy.py").write_text(
+        source.replace(begins, f'{begins} "last": __import__("collections").deque(),')
+    )
+    with pytest.raises(pickle.UnpicklingError, match=r"collections\.deque"):
+        toy_run(load_script(tmp_path / "deque_copy.py"), total_iterations=2, save_every=1, run_name="run")
+    assert checkpoints_of(tmp_path / "runs" / "run") == ["unfinished"]
+
+
+@each_script()
 def test_another_batch_size_goes_on_where_the_data_stood(algo, toy_run, spy):
     starts = spy(algo, "draw_prompts", lambda rows, start, count, seed: (start, count))
     small = 2 if "grpo" in algo.__name__ else 4
@@ -212,6 +241,90 @@ def test_hyperparameters_are_those_of_now(toy_run, algo, monkeypatch, spy):
     monkeypatch.setattr(algo, "make_optimizer", changed)
     toy_run(total_iterations=2, run_name="run", resume=True, lr=0.125)
     assert {group["betas"] for group in found} == {(0.8, 0.9)} and 0.125 in [group["lr"] for group in found]
+
+
+# ------------------------------------------------------------------------------------------------------------- lock
+
+
+def lock(script, run_dir):
+    load_script(script).lock_run(Path(run_dir))
+
+
+def test_a_folder_in_use_is_refused_with_its_user(algo, script, tmp_path):
+    """Also where the name of an earlier user was longer."""
+    (tmp_path / "lock").write_text("process 4194304 on a-host-with-a-long-name.example.org".ljust(120))
+    algo.lock_run(tmp_path)
+    codes, (console,), _ = fork_ranks(1, lock, str(script), str(tmp_path))
+    assert codes == [1]
+    assert console.rstrip() == f"error: {tmp_path} is in use by process {os.getpid()} on {os.uname().nodename}"
+
+
+def test_where_locks_do_not_work_one_is_warned(algo, tmp_path, monkeypatch, capsys):
+    def lockf(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(algo.fcntl, "lockf", lockf)
+    algo.lock_run(tmp_path)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available): ")
+
+
+@pytest.mark.once
+@each_script()
+@pytest.mark.parametrize("resume", [False, True])
+def test_of_two_that_start_at_once_one_trains(script, toy_flags, tmp_path, resume):
+    """While it waits in its reward, the other is refused."""
+    gate = tmp_path / "gate"
+    gate.touch()
+    flags = toy_flags | THREE | {"resume": resume, "reward": interrupted(tmp_path), "output_dir": tmp_path}
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(forked, script, flags, 1)]
+        time.sleep(0.3)
+        runs.append(pool.submit(forked, script, flags, 1))
+        (refused,), (waiting,) = wait(runs, return_when=FIRST_COMPLETED)
+        gate.unlink()
+    (code, said), (other_code, console) = refused.result(), waiting.result()
+    assert (code, other_code) == (1, 0), said + console
+    assert re.search("is in use by process \\d+ on " if resume else "the run folder .* exists|FileExistsError", said), (
+        said
+    )
+    assert [m["step"] for m in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+POOL = """
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+
+def early(responses):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        if Path({gate!r}).exists():
+            Path({gate!r} + "0").write_text(f"{{pool.apply(os.getpid)}}\\n")
+            pool.apply(time.sleep, [600])
+        return pool.map(len, responses)
+"""
+
+
+@pytest.mark.once
+@each_script()
+def test_a_killed_run_does_not_hold_its_folder_by_the_pool_that_survives_it(script, toy_flags, tmp_path):
+    gate, told = tmp_path / "gate", tmp_path / "gate0"
+    gate.touch()
+    (tmp_path / "pool_that_survives.py").write_text(POOL.format(gate=str(gate)))
+    flags = toy_flags | {"reward": f"{tmp_path}/pool_that_survives.py:early", "output_dir": tmp_path, "run_name": "run"}
+
+    def kill(processes):
+        if gate.exists() and told.exists() and told.read_text().endswith("\n"):
+            processes[0].kill()
+            gate.unlink()
+
+    assert forked(script, flags, 1, meanwhile=kill)[0] == -signal.SIGKILL
+    orphan = psutil.Process(int(told.read_text()))
+    code, console = forked(script, flags | {"resume": True}, 1)
+    assert code == 0 and orphan.is_running(), console
+    orphan.kill()
 
 
 # ---------------------------------------------------------------------------------------- signals, and a lost launcher
@@ -250,28 +363,26 @@ def interrupted(folder, signals=(), call=2):
 
 
 @each_script()
-def test_sigterm_finishes_the_iteration_and_saves(algo, toy_run, tmp_path, capsys):
-    """However often it comes."""
-    run_dir, metrics = toy_run(reward=interrupted(tmp_path, ["SIGTERM", "SIGTERM"]), **THREE)
+def test_sigterm_and_ctrl_c_finish_the_iteration_and_save(algo, toy_run, tmp_path, capsys):
+    """However often they come."""
+    signals = ["SIGTERM", "SIGINT"] * 2
+    flags = THREE | {"run_name": "study/run", "reward": interrupted(tmp_path, signals)}
+    run_dir, metrics = toy_run(**flags)
     assert [m["step"] for m in metrics] == [0, 1, 2]
     assert checkpoints_of(run_dir) == [checkpoint(algo, 1), checkpoint(algo, 2)]
-    assert f"\n{STOPPED.format('run')}\n" in capsys.readouterr().out
+    assert f"\n{STOPPED.format('study/run')}\n" in capsys.readouterr().out
     assert not (run_dir / "final").exists()
 
 
 @pytest.mark.once
 @each_script()
-@pytest.mark.parametrize(
-    "signals, call, steps", [(["SIGINT"], 1, []), (["SIGINT"] * 2, 4, [0, 1]), (["SIGINT", "SIGTERM"], 4, [0, 1])]
-)
-def test_ctrl_c_before_the_loop_and_a_second_one_get_through(algo, toy_run, tmp_path, signals, call, steps):
-    """At once, with what was complete before, and nothing else. A launcher passes it on as SIGTERM."""
+def test_ctrl_c_before_the_loop_gets_through(toy_run, tmp_path):
+    """At once."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell tests are deaf to it
     with pytest.raises(KeyboardInterrupt):
-        toy_run(reward=interrupted(tmp_path, signals, call), eval_rows=2, **THREE)  # evaluates at calls 1 and 2
+        toy_run(reward=interrupted(tmp_path, ["SIGINT"], 1), eval_rows=2, **THREE)  # evaluates at calls 1 and 2
     run_dir = tmp_path / "runs" / "run"
-    assert [m["step"] for m in read_metrics(run_dir)] == steps
-    assert checkpoints_of(run_dir) == [checkpoint(algo, step) for step in steps[1:]]
+    assert read_metrics(run_dir) == [] and not checkpoints_of(run_dir)
 
 
 @pytest.mark.once

@@ -1,7 +1,9 @@
 """Rewards: the user's file with its neighbours and process pools, what it is given, and what it may do wrong."""
 
 import datetime
+import math
 import sys
+from decimal import Decimal
 from types import SimpleNamespace
 
 import pytest
@@ -22,18 +24,27 @@ def load(algo, tmp_path, monkeypatch):
     return loader
 
 
-def score(algo, reward_function, texts, is_chat=False):
-    """Scores of `texts` as responses, as `main` asks for them."""
+def results(algo, reward_function, texts, is_chat=False):
+    """Of `texts` as responses, as `main` asks for them; the second response was cut off."""
     tokenizer = make_tokenizer()
     rows = []
     for i in range(len(texts)):
         messages = [{"role": "user", "content": f"ask {i}"}]
-        row = {"level": i, "unused": None, "prompts": f"p{i}", "answers": str(i), "messages": messages}
+        record = {"level": i, "unused": None}
+        row = record | {"prompts": f"p{i}", "answers": str(i), "messages": messages, "record": record}
         rows.append(row | {"is_chat": is_chat, "input_ids": [5]})
-    responses = [algo.Response(tokenizer(text)["input_ids"] + [1], [], False) for text in texts]
-    found, scores = algo.compute_scores(reward_function, tokenizer, rows, responses)
-    assert found == texts  # without the EOS
-    return scores
+    responses = [algo.Response(tokenizer(text)["input_ids"] + [1], [], i == 1) for i, text in enumerate(texts)]
+    found = algo.compute_scores(reward_function, tokenizer, rows, responses)
+    assert [result["response"] for result in found] == texts  # without the EOS
+    assert [result["length"] for result in found] == [len(response.ids) for response in responses]
+    assert [result["truncated"] for result in found] == [response.truncated for response in responses]
+    return found
+
+
+def score(*args, **options):
+    found = results(*args, **options)
+    assert all(result["parts"] == {} for result in found)
+    return [result["score"] for result in found]
 
 
 POOL = """
@@ -152,15 +163,28 @@ def test_columns_are_passed_when_they_are_named(algo):
     def ids(tokens, *, responses):
         return [len(row) - len(text) for row, text in zip(tokens, responses)]  # 1: the EOS
 
+    def cut_off(truncated, record):
+        assert record == [{"level": 0, "unused": None}, {"level": 1, "unused": None}]
+        return [1 - cut for cut in truncated]
+
     for function, scores in (plain, [1, 2]), (level, [0, 1]), (messages, [5, 5]), (hungry, [5, 5]), (ids, [1, 1]):
         assert score(algo, function, ["a", "b"]) == scores
-    assert algo.compute_scores(level, make_tokenizer(), [], []) == ([], [])  # on a rank without rows
+    assert score(algo, cut_off, ["a", "b"]) == [1, 0]
+    assert algo.compute_scores(level, make_tokenizer(), [], []) == []  # on a rank without rows
 
 
 def test_scores_may_be_anything_that_is_a_number(algo):
     assert score(algo, lambda: torch.tensor([1.5, 2.0]), ["a", "b"]) == [1.5, 2.0]
-    assert score(algo, lambda prompts: [True, "3"], ["a", "b"]) == [1.0, 3.0]
+    assert score(algo, lambda prompts: [True, Decimal("3")], ["a", "b"]) == [1.0, 3.0]
     assert score(algo, lambda responses: (len(x) for x in responses), ["a", "bb"]) == [1.0, 2.0]
+
+
+def test_a_reward_may_have_parts(algo):
+    """Of which the score is the sum."""
+    found = results(algo, lambda: {"format": [1, 0], "correct": torch.tensor([0.5, -2.0])}, ["a", "b"])
+    assert [result["parts"] for result in found] == [{"format": 1, "correct": 0.5}, {"format": 0, "correct": -2}]
+    assert [result["score"] for result in found] == [1.5, -2]
+    assert {type(number) for result in found for number in (*result["parts"].values(), result["score"])} == {float}
 
 
 # As people paste them.
@@ -196,11 +220,52 @@ def test_what_a_reward_asks_for_must_be_there(algo, function):
         score(algo, function, ["a", "b"])
 
 
-@pytest.mark.parametrize("scores", [[1.0, float("nan"), 0.0], [1.0, 0.0, float("-inf")], [0.123456789] * 1000, []])
-def test_scores_that_are_refused(algo, scores):
-    """Shown shortened."""
-    sentence = f"error: the reward must return 3 finite numbers, not these {len(scores)}: {str(scores)[:300]}"
-    assert refusal(lambda: score(algo, lambda: scores, ["a", "b", "c"])) == sentence
+@pytest.mark.parametrize("later", [{"format": 1.0}, {"format": 1.0, "corect": 0.0}, {}])
+def test_the_parts_are_the_same_in_every_call(algo, later):
+    accelerator = SimpleNamespace(device="cpu")
+    rows = [{"parts": {"format": 1.0, "correct": score}} for score in (0.0, 1.0)]
+    for _ in range(2):
+        assert algo.mean_parts("part", rows, accelerator) == {"part/format": 1, "part/correct": 0.5}
+    sentence = refusal(lambda: algo.mean_parts("eval_part", [{"parts": later}], accelerator))
+    assert sentence.startswith("error: the reward must return the same parts in every call and on every rank, not [")
+    assert all(repr(name) in sentence for name in ("format", "correct", *later))
+
+
+COUNT = "error: the reward must return numbers for 3 responses, not for {}: {}"
+NUMBER = "error: the reward must be finite numbers, not {}, of 'b' in answer to 'p1'"
+
+
+@pytest.mark.parametrize(
+    "returned, sentence",
+    [
+        ([0.123456789] * 1000, COUNT.format(1000, str([0.123456789] * 1000)[:300])),  # shortened
+        ([], COUNT.format(0, "[]")),
+        ({}, COUNT.format(0, "{}")),
+        ({"format": [1, 2]}, COUNT.format(2, "{'format': [1, 2]}")),
+        ([1.0, math.nan, 0.0], NUMBER.format("(nan,)")),
+        ([1.0, -math.inf, 0.0], NUMBER.format("(-inf,)")),
+        ([1.0, None, 0.0], NUMBER.format("(None,)")),
+        ([1.0, "3", 0.0], NUMBER.format("('3',)")),
+        ([1.0, {"format": 1.0}, 0.0], NUMBER.format("({'format': 1.0},)")),  # a dictionary for each response
+        ({"format": [1, 2, 3], "correct": [1, math.nan, 3]}, NUMBER.format("(2, nan)")),
+        (SystemExit(0), "error: the reward function has ended the program: exit(0)"),
+    ],
+)
+def test_what_a_reward_returns_may_be_refused(algo, returned, sentence):
+    """By the response that has no number. One that ends the program would end the run as if all were well."""
+
+    def reward():
+        if isinstance(returned, SystemExit):
+            raise returned
+        return returned
+
+    assert refusal(lambda: results(algo, reward, ["a", "b", "c"])) == sentence
+
+
+@pytest.mark.parametrize("returned", [None, 1.0, {0: 6.0}, {"format": [1, 2, 3], "correct": [1, 2]}], ids=repr)
+def test_what_is_no_list_of_numbers_ends_the_run(algo, returned):
+    with pytest.raises((TypeError, ValueError), match=r"not iterable|zip"):
+        results(algo, lambda: returned, ["a", "b", "c"])
 
 
 @pytest.mark.parametrize("stem", ["math", "torch"])
@@ -213,15 +278,17 @@ def test_a_reward_file_named_like_a_module(load, stem):
 
 
 def test_completions_are_sorted_and_written_by_the_main_process_alone(algo, tmp_path):
-    """`datasets` makes dates of answers that all look like one; here they are texts again."""
-    rows = [{"prompts": "é", "answers": None}, {"prompts": "a", "answers": datetime.date(2021, 1, 2)}]
+    """`datasets` makes dates of texts that all look like one; here they are texts again."""
+    rows = [{"prompts": "é", "answers": None, "record": {"q": "é"}}]
+    rows += [{"prompts": "a", "answers": "1", "record": {"when": datetime.date(2021, 1, 2)}}]
+    results = [{"response": "x", "score": 0.0}, {"response": "y", "score": 1.0}]
     path = tmp_path / "completions"
     path.mkdir()
     for main in False, True:
         assert not [*path.iterdir()]
-        algo.write_completions(tmp_path, "eval", rows, ["x", "y"], [0.0, 1.0], SimpleNamespace(is_main_process=main))
-    lines = '{"prompt": "a", "answer": "2021-01-02", "response": "y", "score": 1.0}'
-    lines += '\n{"prompt": "é", "answer": null, "response": "x", "score": 0.0}'
+        algo.write_completions(tmp_path, "eval", rows, results, SimpleNamespace(is_main_process=main))
+    lines = '{"prompt": "a", "answer": "1", "response": "y", "score": 1.0, "row": {"when": "2021-01-02"}}'
+    lines += '\n{"prompt": "é", "answer": null, "response": "x", "score": 0.0, "row": {"q": "é"}}'
     assert (path / "eval.jsonl").read_text() == lines
 
 
@@ -238,5 +305,6 @@ def test_a_reward_that_changes_its_arguments_changes_no_data(algo):
         return [0.0, 1.0]
 
     answers = [algo.Response(make_tokenizer()(text)["input_ids"], [], False) for text in ("yes", "no")]
-    assert algo.compute_scores(judge, make_tokenizer(), [row, row], answers) == (["yes", "no"], [0, 1])
+    found = algo.compute_scores(judge, make_tokenizer(), [row, row], answers)
+    assert [(result["response"], result["score"]) for result in found] == [("yes", 0), ("no", 1)]
     assert len(chat) == 1

@@ -28,12 +28,12 @@ def test_the_core_computes_what_ppo_llm_does(tmp_path, capsys, spy):
     ppo = load_script(ROOT / "ppo_llm.py")
     batches, scored, samples, scores, steps = spy(ppo, "to_batch"), spy(ppo, "compute_scores"), [], [], []
     ppo.main(ppo.Args(**ppo.EMBEDDED | SIZES | {"output_dir": str(tmp_path)}))
-    for iteration, ((_, (tokens, mask, *_)), (_, (_, plain_scores))) in enumerate(zip(batches, scored), 1):
+    for iteration, ((_, (tokens, mask, *_)), (_, results)) in enumerate(zip(batches, scored), 1):
         stream = ppo.random_stream("minibatches", 1, iteration)
         order = torch.rand(BATCH // MINIBATCH, generator=stream).argsort()
         rows = torch.arange(BATCH).view(-1, MINIBATCH)[order].flatten()
         samples.append((tokens[rows], mask[rows, :-1]))
-        scores.append(torch.tensor(plain_scores)[rows])
+        scores.append(torch.tensor([result["score"] for result in results])[rows])
 
     def step(optimizer, loss, take=tiny_ppo.step):
         steps.append((loss.item(), take(optimizer, loss).item()))
