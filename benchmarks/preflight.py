@@ -20,6 +20,8 @@ from unittest import mock
 
 import torch
 from accelerate.commands.config.config_args import default_config_file
+from common import ROOT
+from memory import of_run
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
@@ -43,7 +45,6 @@ def stop(condition, sentence):
 
 def flags(run, path, words, processes):
     stop(os.name == "nt", "Windows lacks fcntl and os.register_at_fork: start the scripts in WSL")
-    stop("ipykernel" in sys.modules, "a notebook or a thread cannot catch signals: start the script as a command (!)")
     said = Path(default_config_file).read_text() if Path(default_config_file).exists() else ""
     asked = re.findall('(?:type"?: "?|ACCELERATE_USE_)(FSDP|DEEPSPEED)', said + " ".join(os.environ))
     stop(asked, f"accelerate's configuration asks for {asked}, which no script uses: launch with --multi_gpu")
@@ -52,7 +53,6 @@ def flags(run, path, words, processes):
     sys.argv = [path.name, *words]
     args = run.args = script.parse_args()
     stop(args.temperature == 0, "--temperature 0 divides by zero (evaluations are greedy anyway)")
-    args.temperature = args.temperature or 1.0  # for the looks below
     stop(args.lora_rank and not importlib.util.find_spec("peft"), "--lora-rank needs peft: pip install peft")
     group = getattr(args, "group_size", 1)
     unit, total, wish = group * processes, args.batch_size * group, args.minibatch_size
@@ -150,7 +150,7 @@ def data(run, args, script, processes, model, shell, tokenizer, dataset, eval_da
     positions = getattr(shell.config.get_text_config(), "max_position_embeddings", float("inf"))
     stop(longest + args.max_response_length > positions, f"prompt and response can exceed {positions} positions")
     stop(highest >= size, f"a prompt has the token {highest}, but {model} has {size} embeddings")
-    peak = memory.of_run(args, shell.config.get_text_config(), longest, processes)
+    peak = of_run(args, shell.config.get_text_config(), longest, processes)
     print(f"ok    about {peak:.1f} GiB of memory a process, for a model of the kind of Qwen2 (notes, chapter 14)")
     look(len(tokenizer) > size, f"{len(tokenizer)} tokens, but {size} embeddings: the others must not occur")
     file = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
@@ -200,7 +200,7 @@ def log_probs(args, script, model, shell, eos_ids, rows, no_model):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--script", type=Path, default=Path(__file__).parents[1] / "ppo_llm.py", dest="path")
+    parser.add_argument("--script", type=Path, default=ROOT / "ppo_llm.py", dest="path")
     parser.add_argument("--num-processes", type=int, default=max(1, torch.cuda.device_count()), dest="processes")
     parser.add_argument("--no-model", action="store_true")
     run, words = parser.parse_known_args(arguments)

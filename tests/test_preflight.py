@@ -126,7 +126,6 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "embedding": (lambda: make_model(Path("model"), vocab_size=20), "", "but model has 20 embeddings"),
     "phimoe": (phimoe, "", "stop: phimoe cannot be trained"),
     "changed": (phimoe, "", "from those of model loaded without the script"),
-    "quantized": (lambda: change("model/config.json", quantization_config={}), "", "model is quantized"),
     "needs": (mine("[1.0] * len(answers)", ", level"), MINE, "stop: the reward needs {'level'}"),
     "exit": (mine("exit()"), MINE, "stop: the reward function has ended the program"),
     "dictionary": (mine("{0: 6.0}"), MINE, "stop: TypeError"),
@@ -138,7 +137,6 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "run folder": (lambda: os.makedirs("runs/one"), "--run-name one", "stop: the run folder runs/one exists"),
     "lock": (locked, "--run-name one --resume", "stop: runs/one is in use by process 7 on here"),
     "resumed": (resumed, "--run-name one --resume", "look: changed since the run was last started: seed 7 -> 1\n"),
-    "rate": (None, "--lr 1e-3", "look: --lr 0.001: real models take 1e-6"),
     "embedded": (None, f"--model {ROOT}/benchmarks/tiny/model", "look: --model turned the embedded model's"),
 }
 
