@@ -1241,7 +1241,7 @@ def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
             tensors[f"{name}/{key}"] = parameter.detach()
             moments = optimizer.state.get(parameter, {})  # none yet while only the critic is trained
             for moment, tensor in moments.items():
-                tensors[f"{name}/{key}/{moment}"] = tensor
+                tensors[f"{name}/{key}/{moment}"] = tensor.detach()  # a number has none: it could not be loaded again
     unfinished = path.with_name("unfinished")
     if accelerator.is_main_process:
         shutil.rmtree(unfinished, ignore_errors=True)  # shards left by a run that was killed

@@ -42,7 +42,7 @@ grpo = load_script(ROOT / "grpo_llm.py")
 NAMES = variants.names()
 ON_PPO = [name for name in NAMES if variants.read_patch(name)[1] == "ppo_llm.py"]
 # Those that may have more than 60 changed lines in 10 places.
-LONG = {"shared_critic": (130, 18), "multi_reward": (64, 12), "environment": (90, 11)}
+LONG = {"shared_critic": (130, 19), "environment": (90, 11)}
 SOME_END = {"temperature": 5.0, "max_response_length": 32}  # about half of the responses: EOS is one of 46 tokens
 # A reward that a random model gets signal from, others, and an environment.
 TOY = (
@@ -62,6 +62,10 @@ def pieces(prompts, responses, answers):
     return [[(i + 1, 0.1) for i, c in enumerate(r) if c < "m"] for r in responses]
 
 
+def credited(prompts, responses, answers, truncated):
+    return {"pieces": pieces(prompts, responses, answers), "cut": [-0.5 * cut for cut in truncated]}
+
+
 def letters(prompts, responses, answers):
     return {"early": [sum(c < "m" for c in r) / 9 for r in responses], "size": [len(r) / 99 for r in responses]}
 
@@ -72,14 +76,6 @@ def tabled(prompts, responses, answers):
     wide = [5.0, 5.0, 5.0, 5.0, 0.0, 90.0, 30.0, 0.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0]
     narrow = [0.0, 0.0, 1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     return {"wide": wide, "narrow": narrow}
-
-
-def short(prompts, responses, answers):
-    return {"good": [1.0] * len(prompts), "bad": [1.0]}
-
-
-def spoilt(prompts, responses, answers):
-    return {"good": [1.0] * len(prompts), "bad": [float("nan")] * len(prompts)}
 
 
 def digest(prompts, responses, answers):
@@ -340,7 +336,11 @@ def agree(train, folder, tmp_path):
         assert_close(ones, twos, rel, max(1e-5, rel / 100))
         for kind in "eval_*", "step_000001.jsonl":
             for path in (tmp_path / "one" / "completions").glob(kind):
-                assert path.read_text() == (tmp_path / "two" / "run" / "completions" / path.name).read_text()
+                other = tmp_path / "two" / "run" / "completions" / path.name
+                for row, same in zip(read_rows(path), read_rows(other), strict=True):
+                    batch, batches = row.pop("batch", {}), same.pop("batch", {})  # of the training pass, which rounds
+                    assert row == same and batch.keys() == batches.keys()
+                    assert all(batches[name] == pytest.approx(batch[name], rel, 1e-4) for name in batch)
         return ones
 
     return check
@@ -412,17 +412,17 @@ def test_sharded_by_two_as_by_one(name, rel, flags, agree, sharded, folder):
 # --------------------------------------------------------------------------------------------- switched off, refused
 
 SHORT = {"batch_size": 8, "minibatch_size": 4, "ppo_epochs": 2, "total_iterations": 1}
-PENALTY = {"missing_eos_penalty": 0.3, "eval_rows": 3}
-NAMED = "score/score eval/score/score eval/score_sampled/score"
+PAIRS = {"batch_size": 8, "group_size": 2, "max_response_length": 1}  # some of which score alike
+NAMED = "part/score eval_part/score eval_part_sampled/score group/zero_std_frac"
 # Variant, flags with which it does what its script does, what it logs besides.
 SWITCHED_OFF = [
     ("dual_clip", SHORT | {"dual_clip": 1e9}, ""),
     ("value_clip", SHORT | {"value_clip": 1e9}, ""),
     ("target_kl", SHORT | {"target_kl": 1e9}, "actor/steps"),
     ("process_reward", {}, ""),  # a number is a number
-    ("anneal", {"lr_schedule": "constant", "warmup_iterations": 2}, "actor/lr"),
+    ("anneal", {"lr_schedule": "constant", "warmup_iterations": 2}, ""),
     ("entropy_tokens", {"entropy_share": 1.0}, "actor/entropy_threshold"),
-    ("multi_reward", PENALTY | {"scale_advantages": False}, NAMED),  # of a plain list
+    ("multi_reward", PAIRS | {"scale_advantages": False, "eval_rows": 7}, NAMED),  # of a plain list
     ("self_distill", {"reward": "binary", "distill_weight": 0.0}, "teacher/taught_frac teacher/kl"),
 ]
 
@@ -451,8 +451,6 @@ REFUSED = [
 ]
 OF_NOTHING = "--kl-reward-coef, --kl-target and --kl-horizon must be above 0: a coefficient of 0 would stay 0"
 REFUSED += [("adaptive_kl", {flag: 0.0}, OF_NOTHING) for flag in ("kl_reward_coef", "kl_target", "kl_horizon")]
-BAD = "the reward bad must return 16 finite numbers, not these"
-REFUSED += [("multi_reward", {"reward": reward}, BAD) for reward in ("short", "spoilt")]
 UNFIT = "--reward-weights must be a finite number for each of ['early', 'size']"
 for weights in (1.0,), (math.nan, 1.0), (0.0, 0.0):
     REFUSED.append(("multi_reward", {"reward": "letters", "reward_weights": weights}, UNFIT))
@@ -475,10 +473,16 @@ def example(seed=0):
     return new, old, advantages, mask
 
 
+def losses_of(algo, new, old, advantages, **flags):
+    """(losses, clipped) by the policy_loss of a script or variant, over all tokens."""
+    return algo.policy_loss(new, old, advantages, torch.ones_like(new, dtype=torch.bool), algo.Args(model="m", **flags))
+
+
 def test_gspo_has_the_papers_gradient(variant):
     """2507.18071, eq. 5 and 7, written out response by response."""
     algo, (new, old, advantages, mask) = variant("gspo"), example(seed=2)
-    losses, clipped = algo.policy_loss(new, old, advantages, mask, 0.02, 0.03)
+    args = algo.Args(model="m", clip_low=0.02, clip_high=0.03)
+    losses, clipped = algo.policy_loss(new, old, advantages, mask, args)
     loss = algo.aggregate(losses, mask, "seq-mean-token-mean", int(mask.sum()), 4, 6)
     (found,) = torch.autograd.grad(loss, new)
     objective, outside = 0, []
@@ -494,9 +498,10 @@ def test_gspo_has_the_papers_gradient(variant):
 
 
 def test_plain_pg_is_the_policy_gradient(variant):
-    new, _, advantages, _ = example()
-    (found,) = torch.autograd.grad(variant("plain_pg").policy_loss(new, advantages).sum(), new)
-    assert torch.equal(found, -advantages)
+    new, old, advantages, _ = example()
+    losses, clipped = losses_of(variant("plain_pg"), new, old, advantages)
+    (found,) = torch.autograd.grad(losses.sum(), new)
+    assert torch.equal(found, -advantages) and not clipped.any()
 
 
 def test_vc_ppo_has_two_lambdas(train, variant, spy):
@@ -522,8 +527,7 @@ def test_credit_goes_to_the_token_that_ends_the_piece(variant):
 def test_process_rewards_stand_at_their_tokens(variant, train, folder, spy):
     algo = variant("process_reward")
     calls, batches = spy(algo, "gae"), spy(algo, "to_batch")
-    flags = {"total_iterations": 1, "kl_reward_coef": 0.0, "missing_eos_penalty": 0.5}
-    metrics = train("process_reward", reward="pieces", **flags)
+    metrics = train("process_reward", reward="credited", total_iterations=1, kl_reward_coef=0.0)
     (((rewards, _, mask, *_), _),) = calls
     (((_, responses, _), _),) = batches
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -531,23 +535,29 @@ def test_process_rewards_stand_at_their_tokens(variant, train, folder, spy):
         expected = [0.1 * (i > 2 and tokenizer.decode([i]) < "m") for i in response.ids]
         expected[-1] -= 0.5 * response.truncated
         assert torch.allclose(row[valid], torch.tensor(expected), atol=1e-6)
-    assert metrics[1]["reward/total_mean"] == pytest.approx(metrics[1]["reward/mean"], abs=1e-6)
+    m = metrics[1]
+    assert m["reward/total_mean"] == pytest.approx(m["reward/mean"], abs=1e-6)
+    assert m["part/pieces"] + m["part/cut"] == pytest.approx(m["reward/mean"], abs=1e-6)
+    assert m["part/cut"] == -0.5 * m["response/truncated_frac"] < 0 < m["part/pieces"]
 
 
 def test_dapo_trains_on_mixed_groups_only(variant, train, spy):
     batches = spy(variant("dapo"), "group_advantages", lambda scores, *_: scores.clone())
-    metrics = train("dapo", reward="binary", max_draws=8, missing_eos_penalty=0.3)
-    for scores, m in zip(batches, metrics[1:], strict=True):
+    trained = spy(variant("dapo"), "to_batch", lambda rows, responses, _: [len(r.ids) for r in responses])
+    metrics = train("dapo", reward="binary", max_draws=8, overlong_buffer=32, **SOME_END)
+    for scores, lengths, m in zip(batches, trained, metrics[1:], strict=True):
         assert len(scores) == 16 == 4 * m["group/trained"] and 0 < m["reward/sampled_mean"] < 1
+        # Filtered before the punishment for length: without it every group has both scores.
+        plain = (scores + torch.tensor(lengths) / 32).view(4, 4)
+        assert torch.allclose(plain, plain.round()) and plain.round().unique().tolist() == [0, 1]
+        assert (plain.amin(1) < 0.5).all() and (plain.amax(1) > 0.5).all() and len({*lengths}) > 1
     assert max(m["group/generated"] for m in metrics[1:]) > 4 and max(m["group/zero_std_frac"] for m in metrics[1:]) > 0
-    # Filtered before the penalties: without them every group has both scores.
-    assert all({round(x, 1) % 1 for x in scores.tolist()} <= {0.0, 0.7} for scores in batches)
 
 
 def test_dapo_without_a_group_takes_no_step(train, spy):
     steps = spy(torch.optim.AdamW, "step")
-    # With a penalty that differs, which the filter does not see, and a KL loss that would train.
-    flags = {"missing_eos_penalty": 0.5, "kl_loss_coef": 0.1, "max_draws": 2}
+    # With a punishment that differs, which the filter does not see, and a KL loss that would train.
+    flags = {"overlong_buffer": 12, "kl_loss_coef": 0.1, "max_draws": 2}
     metrics = train("dapo", reward="constant", **flags)
     assert not steps and [m["step"] for m in metrics] == [0, 1, 2, 3]
     for m in metrics[1:]:
@@ -595,8 +605,9 @@ def test_replay_asks_again_and_resumes(train, variant, spy):
     flags = {"reward": "binary", "total_iterations": 6, "save_every": 3, "batch_size": 8, "group_size": 2}
     whole = resumed(train, "replay", 3, **flags)
     failed = set()
-    for ((_, _, rows, _), (_, scores)), m in zip(scored, whole[1:]):
+    for ((_, _, rows, _), results), m in zip(scored, whole[1:]):
         asked = [row["prompts"] for row in rows[::2]]
+        scores = [result["score"] for result in results]
         again = min(4, len(failed))
         assert m["group/replayed"] == again and failed.issuperset(asked[:again])
         failed = {prompt for prompt, *pair in zip(asked, scores[::2], scores[1::2]) if max(pair) == 0}
@@ -731,15 +742,15 @@ def test_a_judge_reads_the_rubric(folder, monkeypatch):
     import judge
 
     monkeypatch.setenv("JUDGE_MODEL", str(folder / "model"))
-    monkeypatch.setenv("JUDGE_RUBRIC", "q {prompt} r {response} a {answer}?")
+    monkeypatch.setenv("JUDGE_RUBRIC", "q {prompt} r {response} a {answer} {} {0}?")  # braces are braces
     monkeypatch.setenv("JUDGE_BATCH", "2")
     judge.load.cache_clear()
-    found = judge.judge(["what", "is", "x"], ["one", "two two", "y"], ["1", "2", "3"])
+    found = judge.judge(["what", "is", "x"], ["one", "two {answer}", "y"], ["1", "2", 3])
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     yes = tokenizer(" Yes", add_special_tokens=False)["input_ids"]
-    for score, text in zip(found, ("q what r one a 1?", "q is r two two a 2?", "q x r y a 3?"), strict=True):
-        asked = tokenizer(text)["input_ids"]
+    for score, text in zip(found, ("q what r one a 1", "q is r two {answer} a 2", "q x r y a 3"), strict=True):
+        asked = tokenizer(f"{text} {{}} {{0}}?")["input_ids"]
         logprobs = model(torch.tensor([asked + yes])).logits[0, len(asked) - 1 : -1].log_softmax(-1)
         assert score == pytest.approx(logprobs[range(len(yes)), yes].sum().item(), abs=1e-4)
     monkeypatch.setenv("JUDGE_RUBRIC", "the same whatever was said")
@@ -754,6 +765,9 @@ def test_length_control(monkeypatch):
     monkeypatch.setenv("LENGTH_TARGET", "10")
     responses = ["#### 5" + " " * 4, "#### 5", "#### 4" + " " * 4, "#### 5" + " " * 94]
     assert length_control.length_control(responses, ["5"] * 4) == pytest.approx([1, 0.8, 0, 0.5])
+    monkeypatch.setenv("LENGTH_TARGET", "0")
+    with pytest.raises(ValueError, match="LENGTH_TARGET must be at least 1"):
+        length_control.length_control(responses, ["5"] * 4)
 
 
 @pytest.mark.slow
@@ -806,7 +820,7 @@ def test_bypass_corrects_for_the_sampler(variant, train, monkeypatch, spy):
     flags = {"total_iterations": 1, "temperature": 0.9, "kl_reward_coef": 0.0}
     plain = untimed(train("bypass", on=script_of("bypass"), **flags))[1]
     algo = variant("bypass")
-    told_otherwise(algo, monkeypatch, [0.01] * 12, [0] * 12)
+    told_otherwise(algo, monkeypatch, [0.008] * 12, [0] * 12)
     passes = spy(algo, "forward_all", lambda module, *_: type(module))
     rollout = train("bypass", **flags)[1]
     assert algo.Policy not in passes  # a pass less
@@ -815,13 +829,13 @@ def test_bypass_corrects_for_the_sampler(variant, train, monkeypatch, spy):
     sequence = train("bypass", old_logprobs="corrected", is_level="sequence", **flags)[1]
     capped = train("bypass", old_logprobs="corrected", is_cap=1.0, **flags)[1]
     assert rollout["response/length_mean"] == 12  # of all, so that half of the tokens have the weight
-    for metrics, weight in (rollout, 1), (token, math.exp(0.01)), (sequence, math.exp(0.12)), (capped, 1):
+    for metrics, weight in (rollout, 1), (token, math.exp(0.008)), (sequence, math.exp(0.096)), (capped, 1):
         average, square = (1 + weight) / 2, (1 + weight**2) / 2
         assert metrics["rollout/weight_mean"] == pytest.approx(average, rel=1e-5)
         assert metrics["rollout/ess"] == pytest.approx(average**2 / square, rel=1e-5)
         # Of the training pass, whatever the old log-probs are.
-        assert metrics["rollout/logprob_diff"] == pytest.approx(0.005, rel=1e-3)
-    assert rollout["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.01)) / 2) and token["actor/ratio_mean"] == 1
+        assert metrics["rollout/logprob_diff"] == pytest.approx(0.004, rel=1e-3)
+    assert rollout["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.008)) / 2) and token["actor/ratio_mean"] == 1
     # Where nothing is clipped or capped they have the same gradient, and not that of ppo_llm.py.
     assert token["actor/grad_norm"] == pytest.approx(rollout["actor/grad_norm"], rel=1e-5)
     assert token["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=1e-4)
@@ -1182,7 +1196,10 @@ def test_the_best_of_k_is_pass_at_k(variant):
 
 
 def test_the_majority_votes_on_answers(variant):
-    vote = variant("pass_at_k").majority_score
+    def vote(texts, scores):
+        results = [{"response": text, "score": score} for text, score in zip(texts, scores)]
+        return variant("pass_at_k").majority_score(results)
+
     assert vote(["so #### 1,234", "#### 7", "well #### 1234.0", "#### $1234"], [1.0, 0.0, 1.0, 1.0]) == 1
     assert vote(["#### 7", "#### 7", "#### 8"], [0.0, 0.0, 1.0]) == 0
     assert vote(["#### 8", "#### 7", "#### 7", "#### 8"], [1.0, 0.0, 0.0, 1.0]) == 1  # of two the first
@@ -1233,7 +1250,7 @@ def test_the_weights_of_one_iteration_ago_sample(variant, train, spy):
 def test_importance_weights_are_cut(variant, train, spy):
     algo = variant("one_step_off")
     passes, plain = spy(algo, "forward_all"), spy(algo, "group_advantages")
-    losses = spy(algo, "policy_loss", lambda new, old, advantages, *clips: (new, advantages))
+    losses = spy(algo, "policy_loss", lambda new, old, advantages, *_: (new, advantages))
     metrics = train("one_step_off", total_iterations=3, kl_loss_coef=0.0, lr=5e-3, is_cap=1.1)
     used = [advantages for new, advantages in losses if new.dim() == 3]  # the calls for the log, with the whole batch
     for i in range(3):
@@ -1264,7 +1281,7 @@ def test_the_older_weights_are_resumed(lora_rank, train):
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-@pytest.mark.parametrize("weights", [(), (2.0, 0.5)])
+@pytest.mark.parametrize("weights", [(), (2.0, 0.5), (1.0, -0.5)])
 def test_each_reward_is_normalised_in_its_group_then_they_are_summed(weights, estimator, variant, train, folder, spy):
     losses = spy(variant("multi_reward"), "policy_loss")
     flags = {"reward": "tabled", "reward_weights": weights, "estimator": estimator, "total_iterations": 1}
@@ -1283,26 +1300,33 @@ def test_each_reward_is_normalised_in_its_group_then_they_are_summed(weights, es
     assert metrics[1]["group/zero_std_frac"] == 0.25
 
 
-def test_every_score_is_logged_evaluated_and_written(train, tmp_path):
-    flags = {"missing_eos_penalty": 0.25, "eval_rows": 3, "kl_reward_coef": 0.1}
+@pytest.mark.parametrize("weights", [(), (2.0, 0.5), (1.0, 0.0), (-1.0, 3.0)])
+def test_every_curve_evaluation_and_completion_obeys_the_weights(weights, train, tmp_path):
+    flags = {"reward_weights": weights, "eval_rows": 3, "kl_reward_coef": 0.1}
     metrics = train("multi_reward", reward="letters", run_name="run", **flags)
+    first, second = weights or (1.0, 1.0)
+
+    def parts(text):
+        return {"early": first * (sum(c < "m" for c in text) / 9), "size": second * (len(text) / 99)}
+
     for m in metrics[1:]:
-        of_kl = 2 * 0.1 * m["kl/mean"] * m["response/length_mean"]  # taken from each score
+        of_kl = (abs(first) + abs(second)) * 0.1 * m["kl/mean"] * m["response/length_mean"]  # taken from each part
         assert m["reward/total_mean"] == pytest.approx(m["reward/mean"] - of_kl, abs=1e-5)
-        assert m["score/early"] + m["score/size"] == pytest.approx(m["reward/mean"], abs=1e-6)
-    for kind in ("", "_sampled"):
-        for m in (metrics[0], metrics[3]):
-            parts = [m[f"eval/score{kind}/{name}"] for name in ("early", "size")]
-            assert sum(parts) == pytest.approx(m[f"eval/score{kind}"], abs=1e-6) and min(parts) > 0
-        for row in read_rows(tmp_path / f"run/completions/eval{kind}_000003.jsonl"):
-            text = row["response"]
-            assert row["score"] == {"early": sum(c < "m" for c in text) / 9, "size": len(text) / 99}
-    rows = read_rows(tmp_path / "run/completions/step_000003.jsonl")
-    for name in ("early", "size"):
-        scores = [row["score"][name] for row in rows]
-        assert statistics.mean(scores) == pytest.approx(metrics[3][f"score/{name}"], abs=1e-6)
-    penalty = [row["score"]["size"] - len(row["response"]) / 99 for row in rows]
-    assert {round(p, 4) for p in penalty} == {0.0, -0.25}  # of a truncated one each loses it
+    (tmp_path / "run/completions/step_000001.jsonl").unlink()  # the metrics of the others are those of one step
+    found = {}
+    for path in (tmp_path / "run/completions").glob("*.jsonl"):
+        kind, step = path.stem.rpartition("_")[::2]
+        rows = read_rows(path)
+        for row in rows:
+            assert row["parts"] == parts(row["response"]) and row["score"] == sum(row["parts"].values())
+        name = {"step": "reward/mean", "eval": "eval/score", "eval_sampled": "eval/score_sampled"}[kind]
+        found[name, int(step)] = statistics.mean(row["score"] for row in rows)
+        for part in ("early", "size"):
+            prefix = kind.replace("eval", "eval_part").replace("step", "part")
+            found[f"{prefix}/{part}", int(step)] = statistics.mean(row["parts"][part] for row in rows)
+    assert len(found) == 15 and sum(value != 0 for value in found.values()) == 15 - 5 * (0 in weights)
+    for (name, step), value in found.items():
+        assert metrics[step][name] == pytest.approx(value, abs=1e-6)
 
 
 # --- shared_critic

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from conftest import make_tokenizer, refusal, untimed
-from test_variants import SOME_END, folder, gradients_of, grpo, train, variant  # noqa: F401
+from test_variants import SOME_END, folder, gradients_of, grpo, losses_of, train, variant  # noqa: F401
 
 # ruff: noqa: F811
 
@@ -37,7 +37,7 @@ def mean_gradient(algo, theta, right, group_size, estimator, loss_agg):
     advantages = algo.group_advantages(right[groups].flatten(), group_size, estimator).view(groups.shape)
     advantages = (weights[:, None] * len(groups) * advantages).flatten()[:, None]  # the loss averages over the groups
     rows = groups.flatten()
-    losses, _ = algo.policy_loss(logprobs[rows], logprobs[rows].detach(), advantages.expand(-1, 2), 0.2, 0.2)
+    losses, _ = losses_of(algo, logprobs[rows], logprobs[rows].detach(), advantages.expand(-1, 2))
     loss = algo.aggregate(losses, mask[rows], loss_agg, int(mask[rows].sum()), len(rows), 1)
     return -torch.autograd.grad(loss, theta)[0]
 
@@ -71,7 +71,7 @@ def test_maxrl_by_hand(variant, train):
     assert torch.allclose(found, by_hand)
     for estimator in "grpo", "dr_grpo", "rloo":
         assert torch.equal(algo.group_advantages(scores, 4, estimator), grpo.group_advantages(scores, 4, estimator))
-    said = refusal(lambda: train("maxrl", reward="binary", missing_eos_penalty=1.0))
+    said = refusal(lambda: train("maxrl", reward="binary", kl_reward_coef=1.0, lr=1e-2))
     assert "no score may be negative" in said
 
 
@@ -182,8 +182,9 @@ def test_nothing_cut_off_is_grpo_and_all_cut_off_takes_no_step(variant, train, m
 def test_who_is_shown_which_solution(variant):
     """Another one of the group; a group without a success has none, and the only success none for itself."""
     find = variant("self_distill").find_solutions
-    scores, texts = [1.0, 0, 0.5, 0, 0, 0, 0, 1, 0], list("abcdefghi")
-    assert find(scores, texts, 3, 0.5) == ["c", "a", "a", None, None, None, "h", None, "h"]
+    scores = [1.0, 0, 0.5, 0, 0, 0, 0, 1, 0]
+    results = [{"score": score, "response": text} for score, text in zip(scores, "abcdefghi")]
+    assert find(results, 3, 0.5) == ["c", "a", "a", None, None, None, "h", None, "h"]
 
 
 def test_the_teachers_prompt_by_a_template(variant, tmp_path):

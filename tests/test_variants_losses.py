@@ -8,8 +8,18 @@ import sys
 
 import pytest
 import torch
-from conftest import untimed
-from test_variants import example, folder, grpo, token_gradients, told_otherwise, train, variant  # noqa: F401
+from conftest import refusal, untimed
+from test_loop import mislead, no_numbers, shifted
+from test_variants import (  # noqa: F401
+    example,
+    folder,
+    grpo,
+    losses_of,
+    token_gradients,
+    told_otherwise,
+    train,
+    variant,
+)
 
 
 def moved(olds, news, advantages):
@@ -39,17 +49,21 @@ def cut(a, ratio):
     return min(max(ratio, 0.7), 1.4)
 
 
-# Variant, what its policy_loss takes besides, the gradient of a token by hand: a multiple of -A, by A and ratio.
-BY_HAND = [("dual_clip", (0.2, 0.2, 3.0), dual_clipped), ("sapo", (1.0, 1.05), gated), ("cispo", (0.3, 0.4), cut)]
+# Variant, flags of its loss, the gradient of a token by hand: a multiple of -A, by A and ratio.
+BY_HAND = [
+    ("dual_clip", {"dual_clip": 3.0}, dual_clipped),
+    ("sapo", {"tau_pos": 1.0, "tau_neg": 1.05}, gated),
+    ("cispo", {"clip_low": 0.3, "clip_high": 0.4}, cut),
+]
 
 
-@pytest.mark.parametrize("name, limits, weight", BY_HAND)
-def test_gradients_by_hand(name, limits, weight, variant):
+@pytest.mark.parametrize("name, flags, weight", BY_HAND)
+def test_gradients_by_hand(name, flags, weight, variant):
     """In each quadrant. Clipped is what has not the gradient of the ratio; of sapo, the share that is gone."""
     tokens = list(itertools.product([2.0, -2.0, 0.0], [0.05, 0.5, 0.75, 1.0, 1.3, 2.9, 3.1, 6.0]))
     advantages, ratios = torch.tensor(tokens, dtype=torch.float64).T
     new = ratios.log().requires_grad_()
-    losses, clipped = variant(name).policy_loss(new, torch.zeros_like(ratios), advantages, *limits)
+    losses, clipped = losses_of(variant(name), new, torch.zeros_like(ratios), advantages, **flags)
     (slopes,) = torch.autograd.grad(losses.sum(), new)
     weights = torch.tensor([weight(a, ratio) for a, ratio in tokens], dtype=torch.float64)
     assert torch.allclose(slopes, -advantages * weights)
@@ -64,8 +78,8 @@ def test_the_file_cispo_has_the_loss_of_the_patch(variant, monkeypatch):
     monkeypatch.delitem(sys.modules, "cispo", raising=False)
     cispo = importlib.import_module("cispo")
     assert grpo.policy_loss is cispo.policy_loss
-    new, old, advantages, _ = example()
-    for ours, theirs in zip(*(algo.policy_loss(new, old, advantages, 0.3, 0.4) for algo in (cispo, variant("cispo")))):
+    batch, args = example(), variant("cispo").Args(model="m", clip_low=0.3, clip_high=0.4)
+    for ours, theirs in zip(*(algo.policy_loss(*batch, args) for algo in (cispo, variant("cispo")))):
         assert torch.equal(ours, theirs)
 
 
@@ -88,11 +102,11 @@ def test_dppo_looks_at_probabilities_not_at_ratios(variant):
     ]
     olds, news, advantages, clips, blocks = zip(*cases)
     old, new, advantages = moved(olds, news, advantages)
-    losses, blocked = algo.policy_loss(new, old, advantages, "tv", 0.15)
+    losses, blocked = losses_of(algo, new, old, advantages, divergence="tv", delta=0.15)
     (found,) = torch.autograd.grad(losses.sum(), new)
     expected = torch.where(torch.tensor(blocks), 0, -advantages * (new - old).exp())
     assert torch.allclose(found, expected) and blocked.tolist() == list(blocks)
-    assert grpo.policy_loss(new, old, advantages, 0.2, 0.2)[1].tolist() == list(clips)
+    assert losses_of(grpo, new, old, advantages)[1].tolist() == list(clips)
 
 
 def test_dppos_kl_is_that_of_two_outcomes(variant):
@@ -100,14 +114,14 @@ def test_dppos_kl_is_that_of_two_outcomes(variant):
     stream = torch.Generator().manual_seed(0)
     olds, news = torch.rand(2, 400, generator=stream, dtype=torch.float64).pow(2)
     old, new, advantages = moved(olds.tolist(), news.tolist(), [1.0, -1.0] * 200)
-    losses, blocked = algo.policy_loss(new, old, advantages, "kl", 0.05)
+    losses, blocked = losses_of(algo, new, old, advantages, divergence="kl", delta=0.05)
     kl = torch.distributions.kl_divergence(torch.distributions.Bernoulli(olds), torch.distributions.Bernoulli(news))
     away = (news > olds) == (advantages > 0)
     assert torch.equal(blocked, (kl > 0.05) & away) and 50 < blocked.sum() < 200
     assert torch.equal(torch.autograd.grad(losses.sum(), new)[0] == 0, blocked)
     # Probabilities of 0 or 1, of which one log-prob or the other is 0 in float32.
     old, new, advantages = moved([1.0, 1.0, 0.5, 0.5], [1.0, 0.5, 1.0, 1.0], [-1.0, -1.0, 1.0, -1.0])
-    losses, blocked = algo.policy_loss(new, old, advantages, "kl", 0.05)
+    losses, blocked = losses_of(algo, new, old, advantages, divergence="kl", delta=0.05)
     assert blocked.tolist() == [False, True, True, False]
     assert torch.autograd.grad(losses.sum(), new)[0].isfinite().all()
 
@@ -123,6 +137,18 @@ def test_dppos_region_is_around_the_sampler(kind, variant, train, monkeypatch, s
     assert first["rollout/logprob_diff"] == pytest.approx(0.004, rel=1e-3) and first["actor/clipfrac"] == 0
     metrics = train("dppo", total_iterations=3, lr=3e-2, divergence=kind, delta=0.02)
     assert any(0 < m["actor/clipfrac"] < 0.5 for m in metrics[1:])
+
+
+@pytest.mark.parametrize("wrong", [shifted, no_numbers])
+@pytest.mark.parametrize("name, flags", [("dppo", {}), ("bypass", {}), ("bypass", {"old_logprobs": "corrected"})])
+def test_a_sampler_that_disagrees_ends_the_run_before_its_first_step(
+    name, flags, wrong, variant, train, monkeypatch, spy
+):
+    """Also where the old log-probs are the sampler's own, which tell nothing of it."""
+    steps = spy(torch.optim.AdamW, "step")
+    mislead(variant(name), monkeypatch, wrong)
+    said = refusal(lambda: train(name, **flags))
+    assert "iteration 1: sampler and training pass differ by" in said and not steps
 
 
 # --- icepop

@@ -12,7 +12,7 @@ from ranks import load_script, run_script
 
 # A response has 16 tokens at most, which cuts some off; the learning rate is so large that stale weights would be seen.
 FLAGS = {"batch_size": 8, "minibatch_size": 32, "eval_rows": 33, "max_response_length": 16, "lr": 2e-3, "track": "none"}
-FLAGS |= {"total_iterations": 4, "eval_every": 0, "save_every": 2, "cache_gib": 0.25, "missing_eos_penalty": 2.0}
+FLAGS |= {"total_iterations": 4, "eval_every": 0, "save_every": 2, "cache_gib": 0.25}
 
 
 def test_without_vllm_one_sentence_says_what_to_install(tmp_path):
@@ -31,8 +31,8 @@ def runs(tmp_path_factory):
     folder, text = tmp_path_factory.mktemp("vllm"), variants.patched("vllm")
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")  # a copy of a script looks for the embedded model there
     (folder / "reward.py").write_text(
-        "def digits(prompts, responses, answers):\n"
-        "    return [sum(c.isdigit() for c in r) / max(1, len(r)) for r in responses]\n"
+        "def digits(responses, truncated):\n"
+        "    return [sum(map(str.isdigit, r)) / max(1, len(r)) - 2 * cut for r, cut in zip(responses, truncated)]\n"
     )
     sharded, conflicts = variants.merged(compose(folder).read_text(), (ROOT / "grpo_llm.py").read_text(), text)
     assert conflicts == 0
@@ -81,7 +81,7 @@ def test_greedy_answers_are_those_of_generate(runs, tmp_path):
 
 
 def test_what_is_cut_off_is_truncated(runs):
-    """Scores are at least 0, the penalty is 2: the rows below 0 are those that the metric counts."""
+    """The reward takes 2 from what would be 0 to 1: the rows below 0 are those that the metric counts."""
     metrics, files = runs["one"]
     (*_, batch) = (rows for name, rows in files.items() if name.startswith("step"))
     cut = [row["score"] < 0 for row in batch]

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where grpo_llm.p
 import grpo_llm
 
 
-def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
+def policy_loss(logprobs, old_logprobs, advantages, mask, args):
     """(losses to be minimised, where the weight is cut): `main` logs the second as actor/clipfrac."""
     ratio = (logprobs - old_logprobs).clamp(-20.0, 20.0).exp().detach()
-    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    weight = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
     return -advantages * weight * logprobs, weight != ratio
 
 

@@ -15,6 +15,7 @@ A response can talk to its judge. SmolLM2-135M (4-bit weights) gives six right s
 
 import functools
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -43,7 +44,10 @@ def judge(prompts, responses, answers):
     model, tokenizer, device = load()
     rubric = os.environ.get("JUDGE_RUBRIC", RUBRIC)
     yes = tokenizer(" Yes", add_special_tokens=False)["input_ids"]
-    asked = [rubric.format(prompt=p, response=r, answer=a) for p, r, a in zip(prompts, responses, answers)]
+    asked = []
+    for columns in zip(prompts, responses, answers):
+        texts = dict(zip(("{prompt}", "{response}", "{answer}"), map(str, columns)))
+        asked.append(re.sub("|".join(map(re.escape, texts)), lambda found: texts[found[0]], rubric))  # in one pass
     scores = []
     for part in torch.arange(len(asked)).split(int(os.environ.get("JUDGE_BATCH", "16"))):
         rows = [torch.tensor(tokenizer(asked[i])["input_ids"] + yes, device=device) for i in part]

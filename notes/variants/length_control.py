@@ -23,5 +23,7 @@ from grpo_llm import gsm8k
 
 def length_control(responses, answers):
     target, weight = int(os.environ.get("LENGTH_TARGET", "100")), float(os.environ.get("LENGTH_WEIGHT", ".5"))
+    if target < 1:
+        raise ValueError(f"LENGTH_TARGET must be at least 1 character, but is {target}")
     distances = [min(1.0, abs(len(response) - target) / target) for response in responses]
     return [score - weight * far for score, far in zip(gsm8k(responses, answers), distances)]

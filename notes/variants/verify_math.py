@@ -52,6 +52,11 @@ NUMBER = re.compile(r"[-+]?(\d[\d,]*\.?\d*|\.\d+)%?")
 FRACTION = re.compile(r"[-+]?\d+/\d+")
 
 
+def typed(text):
+    """With a typographer's minus as -, and LaTeX's \\% as %: the library does not read these in plain text."""
+    return text.replace("\u2212", "-").replace("\\%", "%")
+
+
 def bare(text):
     """Without spaces, dollars and the LaTeX that only moves or sizes things, and with fractions as 3/4."""
     text = re.sub(r"[\s$]|\\[,;!]|\\(?:left|right|text\{[^}]*\})", "", text)
@@ -63,7 +68,7 @@ def is_answer(text, right, prompt):
     text, right = bare(text), bare(right)
     if text == right or NUMBER.fullmatch(text):
         return True
-    if NUMBER.fullmatch(right) and "." not in right:
+    if NUMBER.fullmatch(right) and "." not in right and "%" not in right:
         return False  # 11+72, or 84/12, for a whole number
     if NUMBER.fullmatch(right) or FRACTION.fullmatch(right):
         return FRACTION.fullmatch(text) is not None and text not in bare(prompt)
@@ -80,7 +85,7 @@ def verify_math(prompts, responses, answers):
     for prompt, response, answer in zip(prompts, responses, answers):
         if isinstance(answer, list) and len(answer) == 1:  # as some data sets write it
             (answer,) = answer
-        right = gold(str(answer))
+        prompt, response, right = typed(prompt), typed(response), gold(typed(str(answer)))
         found = parse(response, parsing_timeout=SECONDS)
         if found and right and not is_answer(found[-1], right[-1], prompt):
             found = parse(last_number(response), parsing_timeout=SECONDS)
