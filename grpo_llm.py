@@ -370,6 +370,9 @@ def main(args: Args):
             metrics["actor/entropy"] = global_mean(entropy, actions)
             metrics["actor/grad_norm"] = sum(actor_norms) / len(actor_norms)
             metrics["actor/lr"] = args.lr * lr_factor
+        if args.group_size > 1:
+            metrics["group/zero_std_frac"] = global_mean(constant_groups(scores, args.group_size))
+
         accelerator.print(
             f"iteration {iteration}/{args.total_iterations}: reward {metrics['reward/mean']:.3f}, "
             f"KL {metrics['kl/mean']:.4f}, length {metrics['response/length_mean']:.1f}, "
@@ -382,9 +385,9 @@ def main(args: Args):
         evaluated = iteration == args.total_iterations or (args.eval_every and iteration % args.eval_every == 0)
         if evaluated or iteration == 1:
             columns = {"tokens": tokens, "mask": mask, "logprobs": old_logprobs, "ratio": ratio[-1], "kl": kl}
-            columns |= {"advantages": advantages}
-            kept = max(1, 64 // world_size // args.group_size) * args.group_size  # whole groups
-            for i, result in enumerate(results[:kept]):  # rows of the batch, for the viewer
+            columns["advantages"] = advantages
+            # Rows of the batch, for the viewer: as many whole groups as make 64 responses.
+            for i, result in enumerate(results[: 64 // world_size // args.group_size * args.group_size]):
                 result["batch"] = {name: column[i, : row_lengths[i]].tolist() for name, column in columns.items()}
             write_completions(run_dir, f"step_{iteration:06d}", rows, results, accelerator)
         if evaluated:
@@ -501,8 +504,7 @@ def constant_groups(scores, group_size):
     """scores (B,) -> (N,) bool: whether all responses of a group have the same score, so nothing can be learned."""
     groups = scores.view(-1, group_size)
     span = groups.amax(1) - groups.amin(1)
-    largest = groups.abs().amax(1)
-    return span <= 1e-6 * largest.clamp(min=1)
+    return span <= 1e-6 * groups.abs().amax(1).clamp(min=1)
 
 
 def group_advantages(scores, group_size, estimator):  # [5.12]

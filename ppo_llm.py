@@ -393,7 +393,7 @@ def main(args: Args):
             metrics["actor/entropy"] = global_mean(entropy, actions)
             metrics["actor/grad_norm"] = sum(actor_norms) / len(actor_norms)
             metrics["actor/lr"] = args.lr * lr_factor
-            metrics["actor/lr"] = args.lr * lr_factor
+
         accelerator.print(
             f"iteration {iteration}/{args.total_iterations}: reward {metrics['reward/mean']:.3f}, "
             f"KL {metrics['kl/mean']:.4f}, length {metrics['response/length_mean']:.1f}, "

@@ -1,0 +1,220 @@
+"""Look at model, data and reward before a run, with the script's own functions. Nothing is trained or written.
+
+    python benchmarks/preflight.py --script grpo_llm.py --num-processes 2 FLAGS OF THE RUN
+
+Findings are `ok`, `look:` (read this first), `skip:` (needs what failed above) or `stop:` (the run would go wrong: exit
+code 1). At most 20,000 rows of data are read, and no weights with --no-model or above 3e9 parameters.
+"""
+
+import argparse
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from unittest import mock
+
+import torch
+from accelerate.commands.config.config_args import default_config_file
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import cached_file
+
+# What a reward gets from the script, whatever the columns; families that fail, by model_type (small ones are tried).
+OURS = {"prompts", "responses", "answers", "messages", "tokens", "completions", "completion_ids", "truncated", "record"}
+UNFIT = {"phimoe", "cpmant", "xlstm", "falcon_mamba", "rwkv", "recurrent_gemma", "minimax"}
+STOPS = []
+
+
+def look(condition, sentence, word="look:"):
+    if condition:
+        print(word, sentence)
+    return condition
+
+
+def stop(condition, sentence):
+    STOPS.extend([sentence] if condition else [])
+    return look(condition, sentence, "stop:")
+
+
+def flags(run, path, words, processes):
+    stop(os.name == "nt", "Windows lacks fcntl and os.register_at_fork: start the scripts in WSL")
+    stop("ipykernel" in sys.modules, "a notebook or a thread cannot catch signals: start the script as a command (!)")
+    said = Path(default_config_file).read_text() if Path(default_config_file).exists() else ""
+    asked = re.findall('(?:type"?: "?|ACCELERATE_USE_)(FSDP|DEEPSPEED)', said + " ".join(os.environ))
+    stop(asked, f"accelerate's configuration asks for {asked}, which no script uses: launch with --multi_gpu")
+    sys.path.insert(0, str(path.resolve().parent))
+    script = run.script = importlib.import_module(path.stem)
+    sys.argv = [path.name, *words]
+    args = run.args = script.parse_args()
+    stop(args.temperature == 0, "--temperature 0 divides by zero (evaluations are greedy anyway)")
+    args.temperature = args.temperature or 1.0  # for the looks below
+    stop(args.lora_rank and not importlib.util.find_spec("peft"), "--lora-rank needs peft: pip install peft")
+    group = getattr(args, "group_size", 1)
+    unit, total, wish = group * processes, args.batch_size * group, args.minibatch_size
+    if total % wish or wish % unit:
+        args.minibatch_size = max(1, round(min(wish, total) / unit)) * unit
+        args.batch_size = max(1, round(total / args.minibatch_size)) * args.minibatch_size // group
+        said = f"{total} responses on {processes} process(es) make no minibatches of {wish}: nearest are"
+        stop(True, f"{said} --batch-size {args.batch_size} --minibatch-size {args.minibatch_size}")
+    script.start_processes(args)  # refuses other flags
+    run_dir, checkpoint = script.find_run(args)
+    with suppress(FileNotFoundError), open(run_dir / "lock", "r+") as file:
+        try:
+            script.fcntl.lockf(file, script.fcntl.LOCK_EX | script.fcntl.LOCK_NB)  # until the file is closed
+        except BlockingIOError:
+            stop(True, f"{run_dir} is in use by {file.read().strip()}")
+    old = json.loads((run_dir / "args.json").read_text()) | {"resume": True} if checkpoint else {}
+    changed = [f"{name} {old[name]} -> {x}" for name, x in vars(args).items() if old.get(name, x) != x]
+    look(changed, f"changed since the run was last started: {', '.join(changed)}")
+    print(f"ok    {path.name} on {sys.platform}, {processes} process(es); {run_dir}, from {checkpoint or 'its start'}")
+
+
+def paths(run, args):
+    for flag in "model", "critic_model", "dataset", "eval_dataset":
+        name = getattr(args, flag, None) or ""
+        place = Path(name.partition(":")[0])  # without the configuration of a hub id
+        model, file = "model" in flag, re.match(r".*\.(json|csv|parquet)", name.lower())
+        local = file or name.startswith((".", "/", "~")) or name.count("/") > 1 or place.parent.name in os.listdir()
+        bad = [
+            stop(local and not place.exists(), f"--{flag} {name} is not there"),
+            stop(place.is_file() and (model or not file), f"--{flag} {name}: only folders, .json(l), .csv, .parquet"),
+            stop(model and Path(name, "adapter_config.json").exists(), f"{name} is an adapter: merge it into its base"),
+            stop(name.count(":") > 1, f"--{flag} {name} names a split: save the split as a file"),
+        ]
+        look(not any(bad) and not place.exists(), f"--{flag} {name} is not here: the hub is asked, for up to minutes")
+        if not any(bad):
+            setattr(run, flag, name or None)
+    file = args.reward.rpartition(":")[0]
+    if not stop(args.reward != "gsm8k" and not Path(file).is_file(), f"--reward {args.reward}: no file {file!r}"):
+        run.reward = args.reward
+
+
+def models(run, args, script, words, model):
+    config = AutoConfig.from_pretrained(model)
+    kind, text = config.model_type, config.get_text_config()
+    stop(kind in UNFIT, f"{kind} cannot be trained: its log-probs would be wrong, or its code would fail")
+    stop("llama4" in kind and args.lora_rank, "peft cannot adapt Llama 4's router: no --lora-rank")
+    look("gemma4" in kind, "a run ends when Gemma 4 samples its image placeholder: its log-probs differ there")
+    stop(hasattr(config, "quantization_config"), f"{model} is quantized: take the model before quantization")
+    look([*Path(model).glob("*processor*.json")], "best/ and final/ will lack its processor files, which servers want")
+    embedded = text.vocab_size == AutoConfig.from_pretrained(script.EMBEDDED["model"]).vocab_size
+    other = {name: x for name, x in script.EMBEDDED.items() if name != "model" and getattr(args, name) != x}
+    look(embedded and "--model" in words and other, f"--model turned the embedded model's settings off: {other}")
+    look(not embedded and args.lr >= script.EMBEDDED["lr"], f"--lr {args.lr}: real models take 1e-6, 1e-5 with LoRA")
+    stop(Path(model).is_dir() and not [*Path(model).glob("*token*")], f"{model} has no tokenizer files")
+    tokenizer = run.tokenizer = AutoTokenizer.from_pretrained(model)
+    if args.chat_template not in (None, "none"):
+        tokenizer.chat_template = Path(args.chat_template).read_text()
+    with torch.device("meta"):
+        run.shell = shell = AutoModelForCausalLM.from_config(config)
+    with suppress(OSError):  # it may have none
+        shell.generation_config = GenerationConfig.from_pretrained(model)
+    run.eos_ids = script.collect_eos_ids(shell, tokenizer)
+    stop(not run.eos_ids, "there is no EOS id, so no response would end: set eos_token in tokenizer_config.json")
+    print(f"ok    {kind}, {shell.num_parameters():,} parameters, {len(tokenizer)} tokens, EOS ids {run.eos_ids}")
+    if not look(not tokenizer.chat_template or args.chat_template == "none", "no chat template: prompts are texts"):
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zzz"}]
+        end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("zzz")[2]
+        marks = {*tokenizer(end, add_special_tokens=False)["input_ids"]} & {*tokenizer.added_tokens_decoder}
+        look(marks and not marks & {*run.eos_ids}, f"the template ends turns with {end!r}, no EOS id: they may run on")
+
+
+def data(run, args, script, model, shell, tokenizer, dataset, eval_dataset):
+    splits = [*script.read_splits(dataset)]
+    how = f"load_from_disk({dataset!r})" if Path(dataset).exists() else f"load_dataset(*{dataset.split(':')})"
+    how = f"import datasets\n      datasets.{how}[{splits[0]!r}].to_json('train.jsonl')"
+    stop("train" not in splits, f"{dataset} has {splits}, only `train` is read. Save one as a file:\n      {how}")
+    table, test_table = script.read_data(args)
+    hidden = OURS & {*table.column_names} - {args.prompt_column, args.answer_column}
+    look(hidden, f"a reward gets the script's own {hidden}, not the columns of these names")
+    file = Path(dataset).read_text("utf-8") if re.match(r".*\.jsonl?$", dataset.lower()) else ""
+    lines = json.loads(file) if file.startswith("[") else map(json.loads, filter(str.strip, file.split("\n")))
+    pairs = zip((line.get(args.answer_column) for line in lines), table[:1000].get(args.answer_column, []))
+    pairs = [pair for pair in pairs if isinstance(pair[0], str | int | float) and str(pair[0]) != str(pair[1])]
+    look(pairs, f"`datasets` has changed {len(pairs)} answers, (from, to) {pairs[:1]}: put numbers in quotes")
+    for name, source, part in ("rows", dataset, table), ("test_rows", eval_dataset or dataset, test_table):
+        with mock.patch.object(tokenizer, "apply_chat_template", wraps=tokenizer.apply_chat_template) as template:
+            try:
+                rows, said = script.load_prompts(source, part and part.take(min(len(part), 20_000)), args, tokenizer)
+            except Exception as error:  # of a template, which does not say where
+                sys.exit(f"{source}, row {template.call_count}: {type(error).__name__}: {error}")
+        setattr(run, name, rows)
+        print("ok   " if rows else "look:", said)
+    print(f"ok    the first prompt: {run.rows[0]['prompts'][:60]!r} ... {run.rows[0]['prompts'][-90:]!r}")
+    look(run.rows[0]["input_ids"][:2] == [tokenizer.bos_token_id] * 2, "prompts begin with two BOS tokens")
+    ids = [row["input_ids"] for row in run.rows + run.test_rows[: args.eval_rows]]
+    longest, highest, size = max(map(len, ids)), max(map(max, ids)), shell.get_input_embeddings().num_embeddings
+    positions = getattr(shell.config.get_text_config(), "max_position_embeddings", float("inf"))
+    stop(longest + args.max_response_length > positions, f"prompt and response can exceed {positions} positions")
+    stop(highest >= size, f"a prompt has the token {highest}, but {model} has {size} embeddings")
+    look(len(tokenizer) > size, f"{len(tokenizer)} tokens, but {size} embeddings: the others must not occur")
+    file = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    original = Tokenizer.from_file(file) if file else tokenizer.backend_tokenizer
+    texts = [row["prompts"] for row in run.rows[:100]] + ["Cafe\u0301  1234567\n\n don't"]  # the last is not NFC
+    ours = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    wrong = [x for x, ids in zip(texts, ours) if original.encode(x, add_special_tokens=False).ids != ids]
+    finding = look if wrong == texts[-1:] else stop  # data without such texts do no harm
+    finding(wrong, f"tokenizer.json has other ids for {len(wrong)} texts: set tokenizer_class to TokenizersBackend")
+
+
+def rewards(script, reward, tokenizer, rows, test_rows):
+    function = script.load_reward(reward)
+    needed = [x for x in inspect.signature(function).parameters.values() if x.default is x.empty and x.kind.value == 1]
+    for kind, row in zip(["train", "test"], rows[:1] + test_rows[:1]):
+        missing = {x.name for x in needed} - {*row} - OURS
+        stop(missing, f"the reward needs {missing}; the {kind} data have {[*row['record']]}")
+        mark, answer = "#### " * (reward == "gsm8k"), str(row["answers"])
+        right = answer if "####" in answer else mark + answer
+        texts = {"right": right, "wrong": f"{mark}987654321", "empty": "", "cut off": "First, we"}
+        ids = tokenizer([*texts.values()], add_special_tokens=False)["input_ids"]
+        responses = [script.Response(x, [0.0] * len(x), x is ids[3]) for x in ids]
+        started = time.perf_counter()
+        results = script.compute_scores(function, tokenizer, [row] * 4, responses)
+        found = {name: result["parts"] or result["score"] for name, result in zip(texts, results)}
+        print(f"ok    reward of answers to the first {kind} row: {found}, {time.perf_counter() - started:.2f} s")
+        right, *others = [result["score"] for result in results]
+        look(row["answers"] and right <= max(others), "the reward cannot tell right (the reference answer) from wrong")
+
+
+def log_probs(args, script, model, shell, eos_ids, rows, no_model):
+    if look(no_model or shell.num_parameters() > 3e9, "no weights are loaded, so no log-probs are compared"):
+        return
+    ours = script.load_model(model, AutoModelForCausalLM, args.lora_rank, task_type="CAUSAL_LM")
+    some = rows[:4]
+    uniforms = torch.rand(len(some), min(8, args.max_response_length), dtype=torch.float64)
+    responses = script.generate(ours, [row["input_ids"] for row in some], uniforms, eos_ids, args.temperature)
+    tokens, mask, sampled, _ = script.to_batch(some, responses, "cpu")
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        logprobs, expected = [script.Policy(x, args.temperature)(tokens, mask)[0] for x in (ours.train(), plain)]
+    inexact, changed = [((logprobs - x) * mask).abs().max() for x in (sampled, expected)]
+    stop(not inexact <= 0.01, f"sampler and training pass differ by {inexact:.2}: the run will be refused")
+    stop(not changed <= 0.01, f"log-probs differ by {changed:.2} from those of {model} loaded without the script")
+    print(f"ok    log-probs differ by {inexact:.0e} from the sampler's, by {changed:.0e} from the plain model's")
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--script", type=Path, default=Path(__file__).parents[1] / "ppo_llm.py", dest="path")
+    parser.add_argument("--num-processes", type=int, default=max(1, torch.cuda.device_count()), dest="processes")
+    parser.add_argument("--no-model", action="store_true")
+    run, words = parser.parse_known_args(arguments)
+    run.run, run.words = run, words
+    for part in flags, paths, models, data, rewards, log_probs:  # they get what they name from those before
+        names = inspect.signature(part).parameters
+        missing = [name for name in names if not hasattr(run, name)]
+        try:
+            if not look(missing, f"{part.__name__}, which needs {', '.join(missing)}", "skip:"):
+                part(**{name: getattr(run, name) for name in names})
+        except (SystemExit, Exception) as error:  # the script's `fail` exits with a sentence
+            stop(True, f"{type(error).__name__}: {error}".removeprefix("SystemExit: error: ")[:400])
+    return int(bool(STOPS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""benchmarks/preflight.py: a faulty set-up is named in a sentence, and a sound one is not."""
+
+import fcntl
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, make_model, toy_rows, write_rows
+from datasets import Dataset, DatasetDict
+from transformers import AutoModelForCausalLM, PhimoeConfig
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import preflight
+
+REWARD = "def reward(responses, answers{}):\n    return {}\n"
+SOUND = REWARD.format("", "[float(a.strip('# ') in r) for a, r in zip(answers, responses)]")
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+    """check(flags) -> (exit code, what was said) about a small model, data and a reward in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["preflight.py"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(preflight, "STOPS", [])
+    monkeypatch.setattr(preflight, "default_config_file", str(tmp_path / "accelerate.yaml"))
+    make_model(tmp_path / "model", "llama")
+    write_rows(tmp_path / "train.jsonl", toy_rows(8))
+    write_rows(tmp_path / "test.jsonl", toy_rows(4, 100))
+    (tmp_path / "sound.py").write_text(SOUND)
+    flags = "--model model --dataset train.jsonl --eval-dataset test.jsonl --reward sound.py:reward --track none"
+    flags = [*flags.split(), "--max-response-length", "10"]
+
+    def run(words=()):
+        monkeypatch.delitem(sys.modules, "sound", raising=False)
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        code = preflight.main([*flags, *words])  # of a flag that comes twice, the last one counts
+        return code, capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("script", ["ppo_llm", "grpo_llm", "ppo_llm_fsdp"])
+def test_a_sound_set_up(check, script):
+    code, said = check(["--script", str(ROOT / f"{script}.py")])
+    assert code == 0 and "stop:" not in said and "skip:" not in said, said
+    assert said.count("ok ") >= 6 and not Path("runs").exists(), said
+
+
+def change(file, **values):
+    content = json.loads(Path(file).read_text())
+    Path(file).write_text(json.dumps(content | values))
+
+
+def write(file, text):
+    Path(file).write_text(text)
+
+
+def splits():
+    DatasetDict({name: Dataset.from_list(toy_rows(4)) for name in ("math", "code")}).save_to_disk("saved")
+
+
+def no_eos():
+    for name in "config", "generation_config", "tokenizer_config":
+        change(f"model/{name}.json", eos_token_id=None, eos_token=None)
+
+
+def phimoe():
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "vocab_size": 64, "initializer_range": 0.2, "router_jitter_noise": 0.3}
+    config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "bos_token_id": 0, "eos_token_id": 1}
+    AutoModelForCausalLM.from_config(PhimoeConfig(**config)).save_pretrained("model")
+
+
+def normalizer():
+    change("model/tokenizer.json", normalizer={"type": "Replace", "pattern": {"String": "w"}, "content": "v"})
+    change("model/tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+
+
+def locked():
+    os.makedirs("runs/one")
+    write("runs/one/lock", "process 7 on here")
+    ready, holding = os.pipe()
+    if os.fork() == 0:
+        fcntl.lockf(os.open("runs/one/lock", os.O_RDWR), fcntl.LOCK_EX)
+        os.write(holding, b".")
+        time.sleep(5)
+        os._exit(0)
+    os.read(ready, 1)
+
+
+def resumed():
+    os.makedirs("runs/one/checkpoints/step_000001")
+    write("runs/one/args.json", json.dumps({"seed": 7, "resume": False}))
+
+
+def mine(body, names=""):
+    return lambda: write("mine.py", REWARD.format(names, body))
+
+
+NUMBERS = '{"question": "a", "answer": 72}\n{"question": "a", "answer": 0.5}\n'
+MINE, T = "--reward mine.py:reward", "--chat-template t.jinja"
+CASES = {  # what is changed in the folder, flags, words that must be said
+    "model": (None, "--model ./none", "stop: --model ./none is not there"),
+    "data": (None, "--dataset none.jsonl", "stop: --dataset none.jsonl is not there"),
+    "tsv": (lambda: write("a.tsv", ""), "--dataset a.tsv", "stop: --dataset a.tsv: only"),
+    "split": (None, "--dataset a/b:c:d", "names a split"),
+    "reward file": (None, "--reward none.py:f", "stop: --reward none.py:f: no file 'none.py'"),
+    "adapter": (lambda: write("model/adapter_config.json", "{}"), "", "stop: model is an adapter"),
+    "splits": (splits, "--dataset saved", "['math', 'code'], only `train` is read"),
+    "template": (lambda: write("t.jinja", "{{ raise_exception('no') }}"), T, "train.jsonl, row 1"),
+    "open end": (lambda: write("t.jinja", "{{ messages[-1].content }}<eos2>"), T, "look: the template ends turns with"),
+    "numbers": (lambda: write("train.jsonl", NUMBERS), "", "look: `datasets` has changed 1 answers"),
+    "hidden": (
+        lambda: write_rows(Path("train.jsonl"), [{**row, "messages": "a"} for row in toy_rows(8)]),
+        "",
+        "look: a",
+    ),
+    "no tokenizer": (lambda: os.remove("model/tokenizer.json"), "", "stop: "),
+    "normalizer": (normalizer, "", "stop: tokenizer.json has other ids for 9 texts"),
+    "no EOS": (no_eos, "", "stop: there is no EOS id"),
+    "positions": (None, "--max-response-length 999", "can exceed 256 positions"),
+    "embedding": (lambda: make_model(Path("model"), vocab_size=20), "", "but model has 20 embeddings"),
+    "phimoe": (phimoe, "", "stop: phimoe cannot be trained"),
+    "changed": (phimoe, "", "from those of model loaded without the script"),
+    "quantized": (lambda: change("model/config.json", quantization_config={}), "", "model is quantized"),
+    "needs": (mine("[1.0] * len(answers)", ", level"), MINE, "stop: the reward needs {'level'}"),
+    "exit": (mine("exit()"), MINE, "stop: the reward function has ended the program"),
+    "dictionary": (mine("{0: 6.0}"), MINE, "stop: TypeError"),
+    "equal": (mine("[1.0] * len(answers)"), MINE, "look: the reward cannot tell right"),
+    "batch": (None, "--batch-size 7", "make no minibatches of 64: nearest are --batch-size 7 --minibatch-size 7"),
+    "processes": (None, "--num-processes 3", "--batch-size 252 --minibatch-size 63"),
+    "temperature": (None, "--temperature 0", "stop: --temperature 0 divides by zero"),
+    "fsdp": (lambda: write("accelerate.yaml", "distributed_type: FSDP"), "", "asks for ['FSDP']"),
+    "run folder": (lambda: os.makedirs("runs/one"), "--run-name one", "stop: the run folder runs/one exists"),
+    "lock": (locked, "--run-name one --resume", "stop: runs/one is in use by process 7 on here"),
+    "resumed": (resumed, "--run-name one --resume", "look: changed since the run was last started: seed 7 -> 1\n"),
+    "rate": (None, "--lr 1e-3", "look: --lr 0.001: real models take 1e-6"),
+    "embedded": (None, f"--model {ROOT}/benchmarks/tiny/model", "look: --model turned the embedded model's"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_named(check, name):
+    change_folder, flags, expected = CASES[name]
+    if change_folder:
+        change_folder()
+    code, said = check(flags.split())
+    assert expected in said, said
+    assert code == ("stop:" in said) and (code or "look:" in expected), said
