@@ -75,7 +75,7 @@ UNDONE = {
     "logits of all positions": {
         ".last_hidden_state[actions]": ".last_hidden_state.flatten(0, 1)",
         "tokens.roll(-1, 1)[actions]": "tokens.roll(-1, 1).flatten()",
-        "torch.cat(results).unbind(1)": "torch.cat(results)[mask.flatten()].unbind(1)",
+        "map(torch.cat, zip(*results))": "(torch.cat(part)[mask.flatten()] for part in zip(*results))",
     },
     "AdamW not fused": {", fused=True)": ")"},
 }

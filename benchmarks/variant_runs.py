@@ -60,13 +60,13 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "plain_pg-1step": ("plain_pg", ONE_STEP, 3),
     "plain_pg-epochs4": ("plain_pg", EPOCHS, 3),
     "ppo-epochs4-ratio": ("ppo_llm", f"{EPOCHS} --clip-low 1 --clip-high 1e9", 3),  # which is no clip
-    "reinforce": ("plain_pg", f"{REINFORCE} --no-whiten-advantages", 3),
-    "reinforce-ten": ("plain_pg", f"{REINFORCE} --no-whiten-advantages {TEN}", 3),
+    "reinforce": ("plain_pg", REINFORCE, 3),
+    "reinforce-ten": ("plain_pg", f"{REINFORCE} {TEN}", 3),
     "reinforce-tokens": ("plain_pg", REINFORCE, 3),
     "reinforce-mean": ("grpo_llm", BATCH_MEAN, 3),
     "reinforce-ten-mean": ("grpo_llm", f"{BATCH_MEAN} {TEN}", 3),
     "ppo-lam1": ("ppo_llm", "--lam 1", 3),
-    "ppo-raw": ("ppo_llm", "--no-whiten-advantages", 3),
+    "ppo-raw": ("ppo_llm", "", 3),
     "vc_ppo": ("vc_ppo", "--total-iterations 50", 3),
     "grpo": ("grpo_llm", "", 3),
     "cispo": ("cispo", "", 3),
@@ -111,6 +111,9 @@ EXPERIMENTS = {  # name: (script or variant, flags, seeds)
     "verify_math": ("grpo_llm", "--reward notes/variants/verify_math.py:verify_math --total-iterations 20", 1),
     "letters": ("grpo_llm", LETTERS, 1),
 }
+# Not whitened: the line is changed in a copy. (They were run with version 0.4, which had a flag for it.)
+RAW = "reinforce", "reinforce-ten", "ppo-raw"
+WHITENS = "advantages = masked_whiten(raw_advantages, mask)"
 ENVIRONMENT = {f"lengths-{n}": {"LENGTH_TARGET": str(n)} for n in (80, 100)}
 
 
@@ -125,6 +128,11 @@ def run(name, seed):
         folder = Path(temporary)
         (folder / "benchmarks").symlink_to(ROOT / "benchmarks")  # a copy needs the embedded model next to it
         script = common.find_script(f"{base.removesuffix('_llm')}_llm", folder)
+        if name in RAW:
+            text = script.read_text()
+            assert text.count(WHITENS) == 1
+            script = folder / "raw_llm.py"
+            script.write_text(text.replace(WHITENS, "advantages = raw_advantages"))
         words = ["--seed", seed, "--save-every", "0", "--track", "none", *shlex.split(flags)]
         rows = learning.train(script, words, folder / "run", **ENVIRONMENT.get(name, {}))
         first, *_, last = sorted((folder / "run" / "completions").glob("eval_sampled_*.jsonl"))
@@ -145,7 +153,7 @@ def cells(name):
     """The line of an experiment: means over its seeds, lowest and highest in brackets."""
     base, flags, _ = EXPERIMENTS[name]
     runs = plot.read_runs(RESULTS / name)
-    columns = [name, f"`{base} {flags}`".replace(" `", "`"), len(runs)]
+    columns = [name, f"`{base} {flags}`".replace(" `", "`") + ", not whitened" * (name in RAW), len(runs)]
     for metric in "eval/score", "eval/score_sampled", "eval/length_mean":
         columns.append(spread([[row[metric] for row in rows if metric in row][-1] for rows in runs]))
     return [*columns, f"{statistics.mean(rows[-1]['responses'] for rows in runs):,.0f}"]

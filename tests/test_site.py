@@ -172,7 +172,8 @@ def test_the_sliders_compute_what_ppo_llm_does(browser):
     numbers = page.evaluate("response")
     rewards, values, ratio = (torch.tensor([x]) for x in (numbers["rewards"], numbers["values"], numbers["ratios"][3]))
     advantages, returns = ppo_llm.gae(rewards, values, torch.ones_like(rewards).bool(), 0.9, 0.5)
-    losses, _ = ppo_llm.policy_loss(ratio.log(), torch.zeros_like(ratio), advantages, 0.1, 0.1)
+    args = ppo_llm.Args(model="", clip_low=0.1, clip_high=0.1)
+    losses, _ = ppo_llm.policy_loss(ratio.log(), torch.zeros_like(ratio), advantages, None, args)
     shown = page.evaluate("""() => {
         const {advantages, returns} = gae(response.rewards, response.values, 0.9, 0.5)
         return [advantages, returns, response.ratios[3].map((ratio, t) => policyLoss(ratio, advantages[t], 0.1).loss)]

@@ -122,9 +122,9 @@ def padding_whitened(real, x, mask):
 
 
 @replaces("policy_loss")
-def sign_flipped(real, logprobs, old, advantages, *clips):
+def sign_flipped(real, logprobs, old, advantages, *rest):
     """The sign of the advantage is wrong."""
-    return real(logprobs, old, -advantages, *clips)
+    return real(logprobs, old, -advantages, *rest)
 
 
 @replaces("load_model")
@@ -138,7 +138,7 @@ def reference_moves(real, name, auto_class, *rest, **options):
 
 
 @replaces("policy_loss")
-def no_ratio(_, logprobs, old, advantages, *clips):
+def no_ratio(_, logprobs, old, advantages, *rest):
     """No ratio and no clip: the plain policy gradient, from samples that become older with every step."""
     return -advantages * logprobs, advantages > torch.inf
 

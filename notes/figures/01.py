@@ -131,7 +131,7 @@ def traced():
     tokenizer = ppo.AutoTokenizer.from_pretrained(folder)
     policy, reference = (ppo.Policy(ppo.load_model(folder, ppo.AutoModelForCausalLM), 1.0) for _ in range(2))
     critic = ppo.Critic(ppo.load_critic(folder, lora_rank=0))
-    eos_ids = ppo.collect_eos_ids(policy.model, tokenizer)
+    eos_ids, args = ppo.collect_eos_ids(policy.model, tokenizer), ppo.Args(model="")
     data = [json.loads(line) for line in (ROOT / "benchmarks" / "tiny" / "train.jsonl").read_text().splitlines()]
     data = [row | {"input_ids": tokenizer(row["question"])["input_ids"]} for row in data]
     actor_step, critic_step = (
@@ -152,7 +152,7 @@ def traced():
         whitened, clips, ratios = ppo.masked_whiten(advantages, mask), [], []
         for _ in range(4):
             logprobs, _ = policy(tokens, mask)
-            losses, clipped = ppo.policy_loss(logprobs, old, whitened, clip_low=0.2, clip_high=0.2)
+            losses, clipped = ppo.policy_loss(logprobs, old, whitened, mask, args)
             ratios, clips = [*ratios, (logprobs - old).exp().detach()], [*clips, clipped]
             critic_losses = ppo.value_loss(critic(tokens, mask), returns)
             for model, step, x in (policy, actor_step, losses), (critic, critic_step, critic_losses):
@@ -161,7 +161,7 @@ def traced():
                 step.step()
                 step.zero_grad()
     ratios, clips = [*ratios[1:], (policy(tokens, mask)[0] - old).exp().detach()], clips[1:]
-    clips.append(ppo.policy_loss(ratios[-1].log(), torch.zeros_like(old), whitened, 0.2, 0.2)[1])
+    clips.append(ppo.policy_loss(ratios[-1].log(), torch.zeros_like(old), whitened, mask, args)[1])
     columns = {"old\nlog-prob": old, "reference\nlog-prob": ref, "score\n$-$0.001 KL": rewards, "$V$": values}
     columns |= {"$\\delta$": ppo.gae(rewards, values, mask, gamma=1.0, lam=0.0)[0], "$A$": advantages}
     columns |= {"$A$\nwhitened": whitened} | {f"$\\rho$ after\nstep {k}": x for k, x in enumerate(ratios, 1)}
@@ -286,12 +286,12 @@ def credit():
 
 def clip():
     """Loss of one token against its ratio, as in PPO's paper, figure 1, but with the sign of a loss."""
-    from ppo_llm import policy_loss
+    from ppo_llm import Args, policy_loss
 
     figure, panels = plt.subplots(1, 2, figsize=(7.6, 2.7), sharex=True)
     ratio = torch.linspace(0.4, 1.8, 500)
     for axes, advantage in zip(panels, (1.0, -1.0)):
-        losses, _ = policy_loss(ratio.log(), torch.zeros(500), torch.full((500,), advantage), 0.2, 0.2)
+        losses, _ = policy_loss(ratio.log(), torch.zeros(500), torch.full((500,), advantage), None, Args(model=""))
         axes.plot(ratio, -advantage * ratio, color="#888888", lw=1, ls=":", label="without the clip")
         axes.plot(ratio, losses, "k-", lw=1.8, label="with it")
         flat = (1.2, 1.8) if advantage > 0 else (0.4, 0.8)

@@ -23,22 +23,22 @@ def save(figure, name):
 
 def quadrants():
     """policy_loss of one token against its ratio, advantage 1 and -1, with and without dual clip."""
-    from ppo_llm import policy_loss
+    from ppo_llm import Args, policy_loss
 
     figure, panels = plt.subplots(1, 2, figsize=(9.2, 3.6))
-    ratio = torch.linspace(0.01, 4, 800)
+    ratio, args = torch.linspace(0.01, 4, 800), Args(model="")
     for axes, advantage in zip(panels, (1.0, -1.0)):
         advantages = torch.full_like(ratio, advantage)
         old = torch.zeros_like(ratio)
         axes.plot(ratio, -advantages * ratio, color="#888888", lw=1, ls=":", label="without a clip: -A * ratio")
-        axes.plot(ratio, policy_loss(ratio.log(), old, advantages, 0.2, 0.2)[0], "k-", lw=1.8, label="policy_loss")
+        axes.plot(ratio, policy_loss(ratio.log(), old, advantages, None, args)[0], "k-", lw=1.8, label="policy_loss")
         flat, words = ((1.2, 4), "no gradient") if advantage > 0 else ((0, 0.8), "no\ngradient")
         axes.axvspan(*flat, facecolor="#e6e6e6", hatch="//", edgecolor="#bbbbbb", lw=0)
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
         axes.text(sum(flat) / 2, -3.3 if advantage > 0 else 3.0, words, ha="center", fontsize=9, bbox=box)
         if advantage < 0:
             dual_clip = 3.0  # left the scripts in 0.3
-            dual = policy_loss(ratio.log(), old, advantages, 0.2, 0.2)[0].clamp(max=dual_clip)
+            dual = policy_loss(ratio.log(), old, advantages, None, args)[0].clamp(max=dual_clip)
             axes.plot(ratio, dual, color="#1f5fa8", lw=1.8, ls="--", label="with a dual clip of 3")
         axes.axvline(1, color="black", lw=0.6)
         axes.plot(1, -advantage, "ko", ms=6)
@@ -52,9 +52,9 @@ def quadrants():
 
 def many_steps(clip_low, clip_high, steps=128, num_bandits=300, num_actions=50, num_samples=32, seed=0):
     """Gradient steps on one noisy batch: (gain promised by the batch, gain in truth) after each, mean over bandits."""
-    from ppo_llm import policy_loss
+    from ppo_llm import Args, policy_loss
 
-    stream = torch.Generator().manual_seed(seed)
+    args, stream = Args(model="", clip_low=clip_low, clip_high=clip_high), torch.Generator().manual_seed(seed)
     truth = torch.randn(num_bandits, num_actions, generator=stream)  # expected reward of every action
     begin = (2 * truth).softmax(1)  # a policy that is already good
     actions = torch.multinomial(begin, num_samples, replacement=True, generator=stream)
@@ -67,7 +67,7 @@ def many_steps(clip_low, clip_high, steps=128, num_bandits=300, num_actions=50, 
         logprobs = logits.log_softmax(1).gather(1, actions)
         promised.append(((logprobs - old).exp() * advantages).mean().item())
         gained.append(((logits.softmax(1) - begin) * truth).sum(1).mean().item())
-        loss = policy_loss(logprobs, old, advantages, clip_low, clip_high)[0].mean(1).sum()
+        loss = policy_loss(logprobs, old, advantages, None, args)[0].mean(1).sum()
         logits = (logits - torch.autograd.grad(loss, logits)[0]).detach().requires_grad_()
     return promised, gained
 
