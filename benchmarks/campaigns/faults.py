@@ -563,7 +563,9 @@ INPUTS = {
     "messages with parts, and a chat template": fails(
         "row 1: a prompt is a text or a chat", data=[row(PARTS, "1")], template=SHOWS_PARTS
     ),
-    "a question that is a list of lists": fails("row 1: a prompt is a text or a chat", data=[row([["1+1?", "2"]], "2")]),
+    "a question that is a list of lists": fails(
+        "row 1: a prompt is a text or a chat", data=[row([["1+1?", "2"]], "2")]
+    ),
     "an answer that is a time": fails("row 2: .* needs one number .*'12:30'", data=[QUESTION, row("2?", "12:30")]),
     "answers that are whole numbers": runs("--reward gsm8k", data=[row("1?", 5)]),
     "verl's column without ground_truth": fails(
