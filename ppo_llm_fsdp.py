@@ -1098,7 +1098,7 @@ def to_tensor(dictionaries, name, device):
 
 
 def mean_parts(prefix, results, accelerator):
-    """{prefix/NAME: mean of this part of scores on all ranks together}. All ranks must call it, without rows, too."""
+    """{prefix/NAME: mean of this part of the scores on all ranks together}. Every rank must call it."""
     parts = [result["parts"] for result in results]
     known = vars(accelerator).setdefault("part_names", set())  # of all calls so far
     known.update(gather_object([frozenset(names) for names in parts]))
