@@ -298,11 +298,15 @@ import time
 from pathlib import Path
 
 
+def stay():
+    Path({gate!r} + "0").write_text(f"{{os.getpid()}}\\n")
+    time.sleep(600)
+
+
 def early(responses):
     with multiprocessing.get_context("fork").Pool(1) as pool:
         if Path({gate!r}).exists():
-            Path({gate!r} + "0").write_text(f"{{pool.apply(os.getpid)}}\\n")
-            pool.apply(time.sleep, [600])
+            pool.apply(stay)
         return pool.map(len, responses)
 """
 
