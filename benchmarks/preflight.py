@@ -28,7 +28,7 @@ from transformers.utils import cached_file
 
 # What a reward gets from the script, whatever the columns; families that fail, by model_type (small ones are tried).
 OURS = {"prompts", "responses", "answers", "messages", "tokens", "completions", "completion_ids", "truncated", "record"}
-UNFIT = {"phimoe", "cpmant", "xlstm", "falcon_mamba", "rwkv", "recurrent_gemma", "minimax"}
+UNFIT = {"phimoe", "cpmant", "xlstm", "falcon_mamba", "rwkv", "recurrent_gemma", "minimax", "llama4", "llama4_text"}
 STOPS = []
 
 
@@ -98,7 +98,6 @@ def models(run, args, script, words, model):
     config = AutoConfig.from_pretrained(model)
     kind, text = config.model_type, config.get_text_config()
     stop(kind in UNFIT, f"{kind} cannot be trained: its log-probs would be wrong, or its code would fail")
-    stop("llama4" in kind and args.lora_rank, "peft cannot adapt Llama 4's router: no --lora-rank")
     look("gemma4" in kind, "a run ends when Gemma 4 samples its image placeholder: its log-probs differ there")
     look([*Path(model).glob("*processor*.json")], "best/ and final/ will lack its processor files, which servers want")
     embedded = text.vocab_size == AutoConfig.from_pretrained(script.EMBEDDED["model"]).vocab_size
