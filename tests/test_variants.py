@@ -354,7 +354,7 @@ BY_TWO = [
     ("shared_critic", 2e-3, {}),
     ("shared_critic", 2e-3, {"lora_rank": 4}),
     ("bypass", 1e-4, {"old_logprobs": "corrected", "is_level": "sequence", "is_cap": 1.05}),
-    ("adaptive_kl", 1e-4, {"kl_reward_coef": 0.5, "kl_target": 1e-4, "kl_horizon": 20.0, "lr": 1e-2}),
+    ("adaptive_kl", 2e-3, {"kl_reward_coef": 0.5, "kl_target": 1e-4, "kl_horizon": 20.0, "lr": 1e-2}),
     ("top_p", 1e-4, {"top_p": 0.7, "top_k": 9}),
     ("anneal", 1e-4, {"lr_schedule": "cosine"}),
     ("kl_gradient", 1e-4, {"kl_reward_kind": "abs", "kl_loss_coef": 0.1, "kl_loss_kind": "k3+"}),
