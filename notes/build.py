@@ -191,7 +191,7 @@ def variant_code(name):
     """What is below the head, as HTML: the difference and the whole file, and the file that needs no patch."""
     path, page, text = variants.FOLDER / f"{name}.py", f"variant-{name}.html", ""
     if (variants.FOLDER / f"{name}.patch").exists():
-        _, script, _, diff = variants.read_patch(name)
+        _, script, diff = variants.read_patch(name)
         base, new = f"{script[:-3]}.html", code_lines(variants.patched(name), page)
         changes, added = hunks(diff, (base, code_lines((ROOT / script).read_text(), base)), (page, new))
         rows = [row(x, [(page, k)], " plus" * (k in added), f' id="L{k}"') for k, x in enumerate(new, 1)]

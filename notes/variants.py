@@ -2,29 +2,26 @@
 
     python notes/variants.py list                      what there is: name, script, changed lines, what it does
     python notes/variants.py apply NAME [FILE]         the whole file, to read and run (default: NAME_llm.py)
-    python notes/variants.py apply NAME FILE --on ppo_llm_fsdp.py     the same change of another script, by a merge
-    python notes/variants.py apply NAME FILE --on OTHER_llm.py        ... or of another variant: both changes
-    python notes/variants.py pairs                     which changes stack so, as chapter 13 has it
+    python notes/variants.py apply A,B,C [FILE]        ... with the changes of several, merged one after the other
+    python notes/variants.py apply NAME FILE --on ppo_llm_fsdp.py     the change of another script, or of your copy
     python notes/variants.py make NAME FILE [--of grpo_llm.py]        FILE, your changed copy, as a patch (default: of
                                                        the script that it is nearest to)
-    python notes/variants.py rebase                    every patch anew, after a script has changed
+    python notes/variants.py rebase                    the patches that no longer fit their script, anew
 
-A patch is what `git diff` prints, below a head in plain words: what changes, whose idea it is, the command, what we
-measured. It is applied as it stands, no line of its context may differ. Its `index` line names the script it was made
-of, as git stores it: `rebase` finds that old script in the repository's history and merges three ways, so that only
-true conflicts need a person. NAME.py in the same folder is a file that needs no patch: a reward, or a script that
+Wherever a NAME stands, the path of a .patch of your own does, too. A patch is what `git diff` prints, below a head in
+plain words: what changes, whose idea it is, the command, what we measured. It is applied as it stands, no line of its
+context may differ. `rebase` looks in the history for the newest script that it fits, and merges three ways, so that
+only true conflicts need a person. NAME.py in the same folder is a file that needs no patch: a reward, or a script that
 imports another and replaces a function.
 """
 
 import argparse
 import ast
-import os
 import re
 import subprocess
 import sys
 import tempfile
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +42,9 @@ Run:  python notes/variants.py apply {name} && accelerate launch {name}_llm.py
 Measured: (numbers, seeds, beside what)
 
 """
+PARENTS = re.compile(r"\A# (.+), by notes/variants\.py\n")  # the first line of what `apply` writes
+# A conflict in which neither side has taken a line away: there is nothing between ||||||| and =======.
+BOTH_INSERT = re.compile(r"(?m)^<{7} .*\n((?:(?!\|{7} ).*\n)*)\|{7} .*\n={7}\n((?:(?!>{7} ).*\n)*)>{7} .*\n")
 
 
 def git(*words, check=True, **options):
@@ -54,17 +54,31 @@ def git(*words, check=True, **options):
     return done
 
 
+def names():
+    """The patches that the project publishes; `yours` has the others in the folder, which no test looks at."""
+    published = [name for group in GROUPS.values() for name in group.split()]
+    return sorted(name for name in published if path_of(name).exists())
+
+
+def yours():
+    return sorted(path.stem for path in FOLDER.glob("*.patch") if path.stem not in names())
+
+
+def path_of(name):
+    """Of a patch by its name, or by its path."""
+    return Path(name) if str(name).endswith(".patch") else FOLDER / f"{name}.patch"
+
+
 def read_patch(name):
-    """(head, script it is of, id of that script's text, the diff itself)"""
-    text = (FOLDER / f"{name}.patch").read_text()
-    head, mark, diff = text.partition("diff --git ")
-    script, blob = re.search(r"^a/(\S+) .*?^index ([0-9a-f]{40})\.\.", diff, re.M | re.S).groups()
-    return head, script, blob, mark + diff
+    """(head, script it is of, the diff itself)"""
+    head, mark, diff = path_of(name).read_text().partition("diff --git ")
+    script = re.match(r"a/(\S+) ", diff)[1]
+    return head, script, mark + diff
 
 
 def changes(name):
     """(lines taken away, lines added, hunks) of a patch."""
-    body = read_patch(name)[3].partition("\n@@")[2]
+    body = read_patch(name)[2].partition("\n@@")[2]
     return tuple(len(re.findall(pattern, "\n@@" + body, re.M)) for pattern in (r"^-", r"^\+", r"^@@"))
 
 
@@ -73,16 +87,23 @@ def size(name):
     return f"-{removed} +{added} lines in {hunks} hunks"
 
 
-def patched(name, base=None):
-    """The text of the script, or of `base`, with the patch applied exactly as it stands; exits naming the hunk."""
-    _, script, _, diff = read_patch(name)
+def try_patch(name, base):
+    """(`base`, a script's text, with the patch as it stands; None and git's complaint if it does not fit)"""
+    _, script, diff = read_patch(name)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, script)
-        path.write_text((ROOT / script).read_text() if base is None else base)
+        path.write_text(base)
         done = git("apply", "--verbose", "-", input=diff, cwd=folder, check=False)
-        if done.returncode:
-            sys.exit(f"{name}.patch does not fit {script}: {done.stderr.strip()}\n`rebase` may help")
-        return path.read_text()
+        return (None if done.returncode else path.read_text()), done.stderr.strip()
+
+
+def patched(name):
+    """The text of the script with the patch; exits naming the hunk if it does not fit."""
+    script = read_patch(name)[1]
+    text, complaint = try_patch(name, (ROOT / script).read_text())
+    if text is None:
+        sys.exit(f"{name} does not fit {script}: {complaint}\n`rebase` may help")
+    return text
 
 
 def merged(ours, base, theirs, names=("script", "base", "variant")):
@@ -92,7 +113,7 @@ def merged(ours, base, theirs, names=("script", "base", "variant")):
         for path, text in zip(paths, (ours, base, theirs)):
             path.write_text(text)
         labels = [word for name in names for word in ("-L", name)]
-        done = git("merge-file", "-p", *labels, *paths, check=False)
+        done = git("merge-file", "-p", "--diff3", *labels, *paths, check=False)
         if done.returncode > 127:
             sys.exit(f"git merge-file: {done.stderr.strip()}")
         return done.stdout, done.returncode
@@ -109,14 +130,27 @@ def places(text):
     return found
 
 
+def keep_insertions(text):
+    """(text with ours, then theirs, where both sides only insert, and the functions in which that was so)"""
+    kept = []
+
+    def both(conflict):
+        kept.append(places(text[: conflict.end()])[-1].partition(", in ")[2])
+        return conflict[1] + conflict[2]
+
+    return BOTH_INSERT.sub(both, text), kept
+
+
 def difference(script, text, *options):
-    """What `git diff` says of the script and a changed copy, whatever the user's settings."""
+    """What `git diff` says of the script and a changed copy, whatever the user's settings; without the `index` line,
+    in which every patch of a script would change whenever the script does."""
     with tempfile.TemporaryDirectory() as folder:
         for side, content in (("a", (ROOT / script).read_text()), ("b", text)):
             Path(folder, side).mkdir()
             Path(folder, side, script).write_text(content)
-        options = "--no-index", "--no-prefix", "--full-index", "--no-color", "--no-ext-diff", *options
-        return git("diff", *options, f"a/{script}", f"b/{script}", cwd=folder, check=False).stdout
+        options = "--no-index", "--no-prefix", "--no-color", "--no-ext-diff", *options
+        found = git("diff", *options, f"a/{script}", f"b/{script}", cwd=folder, check=False).stdout
+        return re.sub(r"(?m)^index .*\n", "", found, count=1)
 
 
 def nearest(text):
@@ -132,43 +166,64 @@ def nearest(text):
 
 def make(name, text, script, head=None):
     """Writes the patch that turns `script` into `text`; an old patch's head stays."""
-    path = FOLDER / f"{name}.patch"
+    path = path_of(name)
     if head is None:
-        head = read_patch(name)[0] if path.exists() else HEAD.format(name=name)
+        head = read_patch(name)[0] if path.exists() else HEAD.format(name=path.stem)
     path.write_text(head + difference(script, text))
-    print(f"{path.relative_to(ROOT)}: of {script}, {size(name)}")
+    print(f"{path}: of {script}, {size(name)}")
 
 
-def apply(name, file, on=None):
-    """Writes the variant, or its change in the script `on`; a conflict is left in the file for a person."""
-    text, script = patched(name), read_patch(name)[1]
-    if on is None:
-        file.write_text(text)
-        print(file)
-        return
-    text, conflicts = merged(on.read_text(), (ROOT / script).read_text(), text, (on, f"{script}, the base", name))
+def apply(chosen, file, on=None):
+    """Writes the script with the changes of these patches, or `on` with them; a true conflict is left for a person."""
+    script = read_patch(chosen[0])[1]
+    text, parents = (on or ROOT / script).read_text(), str(on or script)
+    if found := PARENTS.match(text):
+        text, parents = text[found.end() :], found[1]
+    if places(text):
+        sys.exit(f"{on} still has conflicts, at {'; '.join(places(text))}: write what both sides mean first")
+    rest = list(chosen)
+    while rest and not places(text):
+        name = rest.pop(0)
+        script = read_patch(name)[1]
+        labels = parents, f"{script}, the base", Path(name).stem
+        text, _ = merged(text, (ROOT / script).read_text(), patched(name), labels)
+        text, kept = keep_insertions(text)
+        if kept:
+            print(f"{parents} and {labels[2]} both insert in {', '.join(kept)}: kept one after the other, have a look")
+        parents += f" + {labels[2]}"
+    text = f"# {parents}, by notes/variants.py\n{text}"
+    if file.exists() and file.read_text() != text:
+        sys.exit(f"{file} is there and is something else: move it away, or name another file")
     file.write_text(text)
-    if conflicts:
+    if stuck := places(text):
+        left = f"\nNot applied yet: {', '.join(rest)}." if rest else ""
         sys.exit(
-            f"{name} and {on} change the same lines of {script}, in {conflicts} place(s) of {file}:\n    "
-            + "\n    ".join(places(text))
-            + f"\nEach has {on}'s lines, then {name}'s, between <<<<<<< and >>>>>>>: write what both mean, then run it."
+            f"{labels[0]} and {labels[2]} change the same lines of {script}, in {len(stuck)} place(s) of {file}:\n    "
+            + "\n    ".join(stuck)
+            + "\nEach has the lines of both and, between ||||||| and =======, the script's: write what both mean,"
+            + f" then run it.{left}"
         )
-    print(file)
+    print(f"wrote {file}: {parents}")
+    if ROOT not in file.resolve().parents:
+        print("It is outside the project, without the embedded model and task: run it with --model and --dataset")
 
 
 def rebase():
-    """Makes every patch anew of today's scripts; what conflicts is left as NAME_llm.py for a person, to `make`."""
+    """Makes the patches anew that no longer fit; what conflicts is left as NAME_llm.py for a person, to `make`."""
     stuck = []
-    for name in names():
-        head, script, blob, _ = read_patch(name)
+    for name in [*names(), *yours()]:
+        head, script, _ = read_patch(name)
         today = (ROOT / script).read_text()
-        old = git("cat-file", "blob", blob, cwd=ROOT, check=False)
-        if old.returncode:
-            sys.exit(f"{name}.patch is of a {script} that was never committed: {blob}")
-        if old.stdout == today:
+        if try_patch(name, today)[0] is not None:
             continue
-        text, conflicts = merged(today, old.stdout, patched(name, old.stdout))
+        for commit in git("log", "--format=%H", "--", script, cwd=ROOT).stdout.split():
+            old = git("show", f"{commit}:{script}", cwd=ROOT).stdout
+            theirs, _ = try_patch(name, old)
+            if theirs is not None:
+                break
+        else:
+            sys.exit(f"{name}.patch fits no {script} that was ever committed (or this clone has no history)")
+        text, conflicts = merged(today, old, theirs)
         if conflicts:
             Path(f"{name}_llm.py").write_text(text)
             stuck.append(f"{name}_llm.py has {conflicts} conflict(s): mend it, then `make {name} {name}_llm.py`")
@@ -177,70 +232,33 @@ def rebase():
     sys.exit("\n".join(stuck) or None)
 
 
-def names():
-    return sorted(path.stem for path in FOLDER.glob("*.patch"))
-
-
-def stacked():
-    """{(file, change): (text, number of conflicts)}: the change of one variant in the file of another, all pairs.
-
-    Of one script once, the other order gives the same. Of two scripts where the change merges with the other script
-    alone, as (script, change) says.
-    """
-    scripts = {name: read_patch(name)[1] for name in names()}
-    texts = {name: patched(name) for name in scripts} | {script: (ROOT / script).read_text() for script in SCRIPTS}
-    found = {}
-
-    def merge(pairs):
-        def both(pair):
-            file, change = pair
-            return merged(texts[file], texts[scripts[change]], texts[change], (file, scripts[change], change))
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found.update(zip(pairs, pool.map(both, pairs)))
-
-    merge([(file, name) for name, script in scripts.items() for file in SCRIPTS[:2] if file != script])
-    merge([(file, name) for file in scripts for name in scripts if file < name and scripts[file] == scripts[name]])
-    alone = [pair for pair, (_, conflicts) in found.items() if pair[0] in SCRIPTS and conflicts == 0]
-    merge([(file, name) for script, name in alone for file in scripts if scripts[file] == script])
-    return found
-
-
-def table_of_pairs(found):
-    """Markdown: which of the changes that `stacked` has found stack."""
-    stuck = {pair for pair, (_, conflicts) in found.items() if conflicts}
-    lines = ["| change | of | in the other script | not with |", "|---|---|---|---|"]
-    for name in names():
-        script = read_patch(name)[1]
-        (other,) = (file for file in SCRIPTS[:2] if file != script)
-        with_others = [file for file in names() if (file, name) in stuck]
-        with_others += [file for file in names() if (name, file) in stuck and read_patch(file)[1] == script]
-        merges = "conflict" if (other, name) in stuck else "merges"
-        lines.append(f"| `{name}` | `{script}` | {merges} | {', '.join(f'`{file}`' for file in sorted(with_others))} |")
-    return "\n".join(lines)
+def describe(name):
+    """A line of `list`: name, script, changed lines, and what it does in half a line."""
+    script, lines = "file", ""
+    if path_of(name).exists():
+        text, script, _ = read_patch(name)
+        lines, text = sum(changes(name)[:2]), text.partition("\nIdea:")[0].removeprefix("What:")
+        script = script.partition("_")[0]
+    else:
+        text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())).removeprefix("Reward:")
+    return f"  {name:17} {script:4} {lines:>3}  {textwrap.shorten(text, 88, placeholder=' ...')}"
 
 
 def print_list():
-    """By what a researcher wants to change: name, script, changed lines, and what it does in half a line."""
-    for title, group in GROUPS.items():
+    """By what a researcher wants to change."""
+    groups = GROUPS | ({"yours": " ".join(yours())} if yours() else {})
+    for title, group in groups.items():
         print(f"{title}:")
         for name in group.split():
-            script, lines, text = "file", "", ""
-            if name in names():
-                text, script, _, _ = read_patch(name)
-                lines, text = sum(changes(name)[:2]), text.partition("\nIdea:")[0].removeprefix("What:")
-                script = script.partition("_")[0]
-            else:
-                text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())).removeprefix("Reward:")
-            print(f"  {name:17} {script:4} {lines:>3}  {textwrap.shorten(text, 88, placeholder=' ...')}")
+            print(describe(name))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("list", "apply", "make", "rebase", "pairs"))
+    parser.add_argument("command", choices=("list", "apply", "make", "rebase"))
     parser.add_argument("name", nargs="?")
     parser.add_argument("file", nargs="?", type=Path)
-    parser.add_argument("--on", type=Path, help="apply: another script or variant that shares the changed parts")
+    parser.add_argument("--on", type=Path, help="apply: another script, or a copy that shares the changed parts")
     parser.add_argument("--of", choices=SCRIPTS, help="make: the script that FILE is a changed copy of")
     args = parser.parse_args()
     for path in [args.on, args.file if args.command == "make" else None]:
@@ -250,22 +268,25 @@ def main():
         print_list()
     elif args.command == "rebase":
         rebase()
-    elif args.command == "pairs":
-        print(table_of_pairs(stacked()))
     elif args.name is None or (args.command == "make" and args.file is None):
         parser.error(f"{args.command} needs a name{' and a file' if args.command == 'make' else ''}")
     elif args.command == "make":
         text = args.file.read_text()
+        if places(text):
+            parser.error(f"{args.file} still has conflicts, at {'; '.join(places(text))}")
+        text = PARENTS.sub("", text, count=1)
         script = args.of or nearest(text)
         if script is None:
             parser.error(f"{args.file} is no copy of {', '.join(SCRIPTS)}: --of, if it is")
         if text == (ROOT / script).read_text():
             parser.error(f"{args.file} is {script} as it stands")
         make(args.name, text, script)
-    elif not (FOLDER / f"{args.name}.patch").exists():
-        parser.error(f"no patch {args.name}; there are {', '.join(names())}; a NAME.py is used as it is")
     else:
-        apply(args.name, args.file or Path(f"{args.name}_llm.py"), args.on)
+        chosen = args.name.split(",")
+        for name in chosen:
+            if not path_of(name).exists():
+                parser.error(f"no patch {name}; there are {', '.join(names() + yours())}; a NAME.py is used as it is")
+        apply(chosen, args.file or Path("_".join(Path(name).stem for name in chosen) + "_llm.py"), args.on)
 
 
 if __name__ == "__main__":

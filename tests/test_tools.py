@@ -21,7 +21,7 @@ from test_project import load_benchmark
 def call(monkeypatch, tmp_path, capsys):
     """call(words): (exit code, what it printed) of notes/variants.py, from the test's folder.
 
-    Patches are made there, too, beside those that there are."""
+    It is a repository of its own, without the history of ours; patches are made there, beside those that there are."""
     shutil.copytree(variants.FOLDER, tmp_path / "notes" / "variants")
     for script in variants.SCRIPTS:
         shutil.copy(ROOT / script, tmp_path)
@@ -41,13 +41,19 @@ def call(monkeypatch, tmp_path, capsys):
     return run
 
 
+def changed(script, old, new, to="copy.py"):
+    text = (ROOT / script).read_text()
+    assert old in text
+    Path(to).write_text(text.replace(old, new, 1))
+    return Path(to)
+
+
 @pytest.mark.parametrize("script", variants.SCRIPTS)
-def test_a_patch_is_of_the_nearest_script(script, call, tmp_path):
-    copy = tmp_path / "copy.py"
-    copy.write_text((ROOT / script).read_text().replace("ratio = (logprobs", "ratio = 1.0 * (logprobs"))
+def test_a_patch_is_of_the_nearest_script(script, call):
+    copy = changed(script, "ratio = (logprobs", "ratio = 1.0 * (logprobs")
     call("make", "mine", copy)
     assert variants.read_patch("mine")[1] == script and variants.changes("mine") == (1, 1, 1)
-    assert variants.patched("mine") == copy.read_text()
+    assert variants.patched("mine") == copy.read_text() and "index " not in variants.read_patch("mine")[2]
     other = variants.SCRIPTS[variants.SCRIPTS.index(script) - 1]
     head = variants.read_patch("gspo")[0]
     call("make", "gspo", copy, "--of", other)  # over the patch that is there, whose head stays
@@ -55,10 +61,12 @@ def test_a_patch_is_of_the_nearest_script(script, call, tmp_path):
 
 
 def test_what_is_no_copy_makes_no_patch(call):
+    call("apply", "cispo,gspo", "stuck.py")
     for path, error in (
         (ROOT / "notes" / "variants" / "cispo.py", "is no copy of ppo_llm.py, grpo_llm.py, ppo_llm_fsdp.py"),
         (ROOT / "grpo_llm.py", "is grpo_llm.py as it stands"),
         ("nowhere.py", "there is no file nowhere.py"),
+        ("stuck.py", "still has conflicts"),
     ):
         code, said = call("make", "unheard_of", path)
         assert code == 2 and error in said
@@ -66,28 +74,70 @@ def test_what_is_no_copy_makes_no_patch(call):
 
 
 def test_the_list_has_each_once_by_what_it_changes_and_fits_a_screen(call):
+    call("make", "mine", changed("ppo_llm.py", "gamma", "discount"))
     lines = call("list")[1].splitlines()
-    listed = [line.split()[0] for line in lines if line.startswith("  ")]
     files = {path.stem for path in variants.FOLDER.glob("*.py")} - {"guess", "retry"}  # games for `environment`
-    assert sorted(listed) == sorted({*variants.names(), *files})
-    assert [line[:-1] for line in lines if not line.startswith("  ")] == [*variants.GROUPS]
-    assert len(lines) <= 50 and max(map(len, lines)) <= 120
+    assert sorted(line.split()[0] for line in lines[:-2] if line.startswith("  ")) == sorted(
+        {*variants.names(), *files}
+    )
+    assert [line[:-1] for line in lines if not line.startswith("  ")] == [*variants.GROUPS, "yours"]
+    assert lines[-1].split()[:2] == ["mine", "ppo"] and "mine" not in variants.names()
+    assert len(lines) <= 60 and max(map(len, lines)) <= 120
     removed, added, _ = variants.changes("cispo")
     assert any(re.match(rf"  cispo +grpo +{removed + added}  \w.* \w", line) for line in lines)
-    assert any(re.match(r"  judge +file +\w.* \w", line) for line in lines)
+
+
+def test_the_published_patches_are_in_a_group():
+    """One that is in none would be somebody's own, which no test looks at."""
+    tracked = subprocess.run(["git", "ls-files", "notes/variants"], cwd=ROOT, capture_output=True, text=True).stdout
+    patches = [Path(path).stem for path in tracked.split() if path.endswith(".patch")]
+    assert variants.names() == sorted(patches) or not tracked
 
 
 def test_variants_stack_and_conflicts_are_named(call):
-    assert call("apply", "cispo") == (0, "cispo_llm.py\n")
-    assert call("apply", "replay", "both.py", "--on", "cispo_llm.py") == (0, "both.py\n")
+    assert call("apply", "cispo") == (0, "wrote cispo_llm.py: grpo_llm.py + cispo\n")
+    parents = "grpo_llm.py + cispo + replay"
+    assert call("apply", "cispo,replay", "both.py") == (0, f"wrote both.py: {parents}\n")
+    assert call("apply", "replay", "both.py", "--on", "cispo_llm.py") == (0, f"wrote both.py: {parents}\n")  # the same
+    text = Path("both.py").read_text()
+    assert text.startswith(f'# {parents}, by notes/variants.py\n"""')
     for name in "cispo", "replay":  # each line that one of them adds
-        for line in re.findall(r"(?m)^\+(?!\+\+)(.*)", variants.read_patch(name)[3]):
-            assert line in Path("both.py").read_text()
-    sentence, _ = call("apply", "gspo", "out.py", "--on", "cispo_llm.py")
+        for line in re.findall(r"(?m)^\+(?!\+\+)(.*)", variants.read_patch(name)[2]):
+            assert line in text
+    sentence, _ = call("apply", "cispo,gspo,replay", "out.py")
     text = Path("out.py").read_text().splitlines()
     found = re.findall(r"(?m)^    line (\d+), in (.*)$", sentence)
     assert f"in {len(found)} place(s) of out.py" in sentence and "policy_loss" in [around for _, around in found]
-    assert [int(number) for number, _ in found] == [k for k, x in enumerate(text, 1) if x == "<<<<<<< cispo_llm.py"]
+    assert [int(n) for n, _ in found] == [k for k, x in enumerate(text, 1) if x == "<<<<<<< grpo_llm.py + cispo"]
+    assert sentence.endswith("Not applied yet: replay.")
+    assert "out.py still has conflicts" in call("apply", "replay", "more.py", "--on", "out.py")[0]
+    Path("both.py").write_text("mine")
+    assert "is something else" in call("apply", "cispo", "both.py")[0] and Path("both.py").read_text() == "mine"
+
+
+def test_where_both_insert_both_are_kept(call):
+    """And a patch may lie anywhere."""
+    anchor = '@dataclass\nclass Args:\n    """'
+    for name in "one", "two":
+        call("make", f"{name}.patch", changed("grpo_llm.py", anchor, f"{name.upper()} = 1\n\n\n{anchor}"))
+    code, said = call("apply", "one.patch,two.patch")
+    assert code == 0 and "one and two both insert in the head of the file: kept" in said
+    text = Path("one_two_llm.py").read_text()
+    assert text.index("ONE = 1\n") < text.index("TWO = 1\n") and "<<<<" not in text
+
+
+def test_rebase_touches_only_what_no_longer_fits(call):
+    """The script as it was is looked for in the history."""
+    for words in ["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c"]:
+        subprocess.run(["git", *words], check=True)
+    before = {name: variants.path_of(name).read_text() for name in variants.names()}
+    text = changed("grpo_llm.py", "int = 0  # the", "int = 0  # these", "grpo_llm.py").read_text()
+    of_grpo = [name for name in before if variants.read_patch(name)[1] == "grpo_llm.py"]
+    old = {name for name in of_grpo if variants.try_patch(name, text)[0] is None}
+    assert "cispo" in old and "replay" not in old
+    code, _ = call("rebase")
+    assert not code and {name for name in before if variants.path_of(name).read_text() != before[name]} == old
+    assert all("# these" in variants.patched(name) for name in old)
 
 
 # ------------------------------------------------------------------------------------------------------- --script

@@ -3,7 +3,8 @@
     accelerate launch notes/variants/cispo.py --clip-low 1 --clip-high 2
 
 This does the same as cispo.patch, whose head has the numbers. A file like this is enough if your change fits into one
-function. If it needs its own flag or a line in `main`, copy the script.
+function. For a flag of its own: `class Args(grpo_llm.Args)`, and `grpo_llm.Args = Args`. If it needs a line in `main`,
+copy the script.
 """
 
 import sys
