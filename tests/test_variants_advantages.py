@@ -1,241 +1,245 @@
-"""maxrl, optimal_baseline, mask_truncated, self_distill: each does what its head says."""
+"""Variants of the advantage, and of which prompts and responses count: each does what its head says."""
 
 import itertools
-import math
+import statistics
 
 import pytest
 import torch
-from conftest import make_tokenizer, refusal, untimed
-from test_variants import SOME_END, folder, gradients_of, grpo, losses_of, train, variant  # noqa: F401
+from conftest import make_model, read_rows, refusal
+from ranks import load_script
+from test_variants import ROOT, SOME_END, folder, resumed, train, variant  # noqa: F401
+from transformers import AutoTokenizer
 
-# ruff: noqa: F811
+# ruff: noqa: F811 (fixtures)
 
-F = torch.float64
-
-
-def all_groups(num_answers, group_size, probabilities):
-    """Every group that can be drawn (M,G), and how probable each is (M,)."""
-    groups = torch.tensor(list(itertools.product(range(num_answers), repeat=group_size)))
-    return groups, probabilities[groups].prod(1)
+grpo = load_script(ROOT / "grpo_llm.py")
 
 
-# --- maxrl
+# --- the advantage
 
 
-def four_answers(theta):
-    """A language model of four answers, x, y, za, zb: log-probs of their tokens (4,2) under 5 logits, and the mask."""
-    first, second = theta[:3].log_softmax(0), theta[3:].log_softmax(0)
-    nothing = torch.zeros(2, dtype=F)
-    logprobs = torch.stack([torch.cat([first[:2], first[2:].expand(2)]), torch.cat([nothing, second])], 1)
-    return logprobs, torch.tensor([[True, False], [True, False], [True, True], [True, True]])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_maxrl_climbs_the_logarithm_of_the_chance(size, variant):
+    """2602.02710, eq. 6: over all groups, the mean gradient is that of -sum (1-p)^k/k, k < G; REINFORCE's is p's."""
+    group_advantages, p = variant("maxrl").group_advantages, 0.3
+    groups = torch.tensor(list(itertools.product([0.0, 1.0], repeat=size)), dtype=torch.float64)
+    chances = (p * groups + (1 - p) * (1 - groups)).prod(1)
+
+    def gradient(estimator):
+        advantages = group_advantages(groups.flatten(), size, estimator).view(groups.shape)
+        return (chances @ (advantages * (groups - p)).mean(1)).item()  # by the logit of p
+
+    assert gradient("maxrl") == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, size)) * p * (1 - p))
+    assert gradient("dr_grpo") == pytest.approx((size - 1) / size * p * (1 - p))
+    scores = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0])  # the rarer a success, the more it counts
+    third = 1 / 3
+    assert group_advantages(scores, 4, "maxrl").tolist() == pytest.approx([3, -1, -1, -1, third, third, third, -1])
 
 
-def mean_gradient(algo, theta, right, group_size, estimator, loss_agg):
-    """What the script's loss has for a gradient in the mean, over all groups that can be drawn. Uphill."""
-    logprobs, mask = four_answers(theta)
-    groups, weights = all_groups(4, group_size, logprobs.sum(1).exp().detach())
-    advantages = algo.group_advantages(right[groups].flatten(), group_size, estimator).view(groups.shape)
-    advantages = (weights[:, None] * len(groups) * advantages).flatten()[:, None]  # the loss averages over the groups
-    rows = groups.flatten()
-    losses, _ = losses_of(algo, logprobs[rows], logprobs[rows].detach(), advantages.expand(-1, 2))
-    loss = algo.aggregate(losses, mask[rows], loss_agg, int(mask[rows].sum()), len(rows), 1)
-    return -torch.autograd.grad(loss, theta)[0]
-
-
-@pytest.mark.parametrize("easy", [-2.0, 0.5, 3.0])
-@pytest.mark.parametrize("group_size", [2, 3, 4])
-def test_maxrl_climbs_the_truncated_log_likelihood(variant, group_size, easy):
-    """2602.02710, eq. 6: the log of the chance of success as a series, here up to G - 1 terms; REINFORCE has one."""
-    algo = variant("maxrl")
-    args = algo.Args(model="m")
-    theta = torch.tensor([0.3, easy, -0.4, 0.8, -0.2], dtype=F, requires_grad=True)
-    right = torch.tensor([0, 1, 0, 1], dtype=F)  # y and zb
-    chance = four_answers(theta)[0].sum(1).exp() @ right
-    series = -sum((1 - chance) ** k / k for k in range(1, group_size))
-    (expected,) = torch.autograd.grad(series, theta, retain_graph=True)
-    found = mean_gradient(algo, theta, right, group_size, args.estimator, args.loss_agg)
-    assert torch.allclose(found, expected, atol=1e-7) and expected.abs().max() > 1e-3
-    (slope,) = torch.autograd.grad(chance, theta)
-    plain = mean_gradient(algo, theta, right, group_size, "dr_grpo", args.loss_agg)
-    assert torch.allclose(plain, (group_size - 1) / group_size * slope)
-    # The average over tokens first, the script's own default, would favour short answers and climb neither.
-    other = mean_gradient(algo, theta, right, group_size, args.estimator, grpo.Args(model="m").loss_agg)
-    assert torch.cosine_similarity(other, slope, 0) < 0.999 < torch.cosine_similarity(found, slope, 0)
-
-
-def test_maxrl_by_hand(variant, train):
-    algo = variant("maxrl")
-    scores = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1])  # the rarer a success, the more it counts
-    found = algo.group_advantages(scores, 4, "maxrl").view(4, 4)
-    by_hand = torch.tensor([[3.0, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0, 0, 0, 0], [0, 0, 0, 0]])
-    assert torch.allclose(found, by_hand)
-    for estimator in "grpo", "dr_grpo", "rloo":
-        assert torch.equal(algo.group_advantages(scores, 4, estimator), grpo.group_advantages(scores, 4, estimator))
-    said = refusal(lambda: train("maxrl", reward="binary", kl_reward_coef=1.0, lr=1e-2))
-    assert "no score may be negative" in said
-
-
-# --- optimal_baseline
-
-
-def answers_of_all_lengths():
-    """Answers of one to three tokens a or b: probability (n,), length (n,), last token (n,), and the gradient of each
-    log-prob (n,3), whose square is the length, up to a factor: the tokens of each place have a logit of their own."""
-    answers = [tokens for length in (1, 2, 3) for tokens in itertools.product((0, 1), repeat=length)]
-    lengths = torch.tensor([len(tokens) for tokens in answers])
-    probabilities = torch.tensor([0.5, 0.25, 0.25], dtype=F)[lengths - 1] / 2**lengths
-    slopes = torch.tensor([[x - 0.5 for x in tokens] + [0.0] * (3 - len(tokens)) for tokens in answers], dtype=F)
-    return probabilities, lengths, torch.tensor([tokens[-1] for tokens in answers], dtype=F), slopes
-
-
-@pytest.mark.parametrize("scored", [1, 2, 3])  # a last token b is right in answers of at most so many tokens
-@pytest.mark.parametrize("group_size", [2, 3])
-def test_the_group_baseline_of_opo_has_less_variance(variant, group_size, scored):
-    algo = variant("optimal_baseline")
-    probabilities, lengths, scores, slopes = answers_of_all_lengths()
-    scores = scores * (lengths <= scored)
-    groups, weights = all_groups(len(scores), group_size, probabilities)
-    means, noise = {}, {}
-    for estimator in "opo", "dr_grpo":
-        of_all = scores[groups].flatten(), group_size, estimator, lengths[groups].flatten()
-        gradients = (algo.group_advantages(*of_all).view(groups.shape)[..., None] * slopes[groups]).mean(1)
-        means[estimator] = weights @ gradients
-        noise[estimator] = (weights @ (gradients - means[estimator]).square()).sum().item()
-    assert noise["opo"] < 0.9 * noise["dr_grpo"]
-    assert noise["opo"] / means["opo"].square().sum() < 0.9 * noise["dr_grpo"] / means["dr_grpo"].square().sum()
-    true = (probabilities * scores) @ slopes
-    assert torch.allclose(means["dr_grpo"], true * (group_size - 1) / group_size)
-    # The score of a response is in its own baseline, by its length: the mean gradient turns a little.
-    assert torch.cosine_similarity(means["opo"], true, 0) > {2: 0.98, 3: 0.99}[group_size]
-
-
-def test_opo_by_hand(variant, train, spy):
+def test_optimal_baseline_weighs_scores_by_lengths(variant, train, spy):
     algo = variant("optimal_baseline")
     scores, lengths = torch.tensor([1.0, 0, 0, 1, 1, 0]), torch.tensor([1, 3, 2, 2, 5, 5])
-    found = algo.group_advantages(scores, 2, "opo", lengths)
-    assert torch.allclose(found, torch.tensor([0.75, -0.25, -0.5, 0.5, 0.5, -0.5]))
-    assert torch.equal(found[2:], algo.group_advantages(scores, 2, "dr_grpo", lengths)[2:])  # as lengths are equal
-    assert algo.group_advantages(torch.full((2,), 0.1), 2, "opo", lengths[:2]).tolist() == [0, 0]
+    assert algo.group_advantages(scores, 2, "opo", lengths).tolist() == [0.75, -0.25, -0.5, 0.5, 0.5, -0.5]
     calls = spy(algo, "group_advantages")
-    metrics = train("optimal_baseline", minibatch_size=16, **SOME_END)
-    for m, ((_, size, estimator, lengths), advantages) in zip(metrics[1:], calls, strict=True):
-        assert (size, estimator) == (4, "opo") and lengths.float().mean().item() == m["response/length_mean"] < 32
-        tokens = (lengths * advantages).view(-1, 4)
-        # Over the tokens of a group they are 0 in the mean.
-        assert tokens.sum(1).abs().max() < 1e-5 < tokens.abs().max()
-        assert m["advantage/mean"] == pytest.approx(0, abs=1e-6)
+    (m,) = train("optimal_baseline", minibatch_size=16, total_iterations=1, **SOME_END)[1:]
+    (((_, _, estimator, lengths), advantages),) = calls
+    assert estimator == "opo" and lengths.float().mean().item() == m["response/length_mean"] < 32
+    tokens = (lengths * advantages).view(4, 4).sum(1)  # over the tokens of a group, they are 0 in the mean
+    assert tokens.abs().max() < 1e-5 < advantages.abs().max()
 
 
-# --- mask_truncated
+# Of four groups of four. The first differs in one score only, the second in the other, the third in both, the last in
+# none.
+TABLED = """
+def tabled(prompts, responses, answers):
+    wide = [5.0, 5.0, 5.0, 5.0, 0.0, 90.0, 30.0, 0.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0]
+    narrow = [0.0, 0.0, 1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    return {"wide": wide, "narrow": narrow}
+"""
 
 
-@pytest.mark.parametrize("loss_agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_what_was_cut_off_trains_nothing(variant, train, spy, loss_agg):
-    """The gradient is that of the finished responses alone; the scores of all are in the mean and std of a group."""
-    algo = variant("mask_truncated")
-    batches, groups = spy(algo, "to_batch"), spy(algo, "group_advantages")
-    policies, steps = spy(algo, "Policy"), spy(torch.optim.AdamW, "step", gradients_of)
-    flags = {"loss_agg": loss_agg, "entropy_coef": 0.1, "kl_loss_coef": 0.3, "max_grad_norm": 0.0, "lr": 0.0} | SOME_END
-    (metrics,) = train("mask_truncated", **flags, total_iterations=1, minibatch_size=16)[1:]
-    (((_, responses, _), (tokens, mask, *_)),) = batches
-    ((((scores, *_), advantages),)) = groups
-    finished = torch.tensor([not response.truncated for response in responses])
-    assert 4 < finished.sum() < 12 and metrics["response/truncated_frac"] == 1 - finished.float().mean()
-    assert torch.allclose(advantages, grpo.group_advantages(scores, 4, "grpo"))  # of all sixteen
-    _, policy = policies[0]  # of the reference, which has the same weights, or of the policy: lr is 0
-    policy.requires_grad_(True).zero_grad()
-    logprobs, entropy = policy(tokens[finished], mask[finished])  # without the rows that were cut off
-    losses = -advantages[finished][:, None] * (logprobs - logprobs.detach()).exp() - 0.1 * entropy
-    loss = grpo.aggregate(losses, mask[finished], loss_agg, int(mask[finished].sum()), int(finished.sum()), 32)
-    loss.backward()
-    found = torch.cat([gradient.flatten() for gradient in steps[0]])
-    by_hand = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
-    assert torch.allclose(found, by_hand, atol=1e-5 * by_hand.abs().max().item())
-    assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-4)
-    used = (advantages * finished)[:, None].expand_as(mask)[mask]
-    assert metrics["advantage/mean"] == pytest.approx(used.mean().item(), abs=1e-6) != advantages.mean().item()
+@pytest.mark.parametrize("weights", [(), (2.0, 0.5)])
+def test_multi_reward_compares_each_part_then_sums(weights, variant, train, folder, spy):
+    """No range hides another: the third group, which differs in both, has the sum of what each alone would give."""
+    (folder / "tabled.py").write_text(TABLED)
+    losses = spy(variant("multi_reward"), "policy_loss")
+    flags = {"reward": f"{folder}/tabled.py:tabled", "reward_weights": weights, "total_iterations": 1}
+    metrics = train("multi_reward", **flags)
+    (_, _, advantages, *_), _ = losses[-1]  # of the whole batch, for the log: (B,L)
+    used = advantages.sum(1) / (advantages != 0).sum(1).clamp(min=1)
+    a, b = weights or (1.0, 1.0)
+    step, wide = 0.75**0.5, torch.tensor([-30.0, 60.0, 0.0, -30.0]) / 1800**0.5  # (score - mean) / std, by hand
+    narrow = torch.tensor([-step, -step, step, step])
+    expected = torch.cat([b * narrow, a * wide, (a + b) * narrow, torch.zeros(4)])
+    assert torch.allclose(used, expected / expected.std(), atol=1e-4)
+    assert metrics[1]["group/zero_std_frac"] == 0.25
 
 
-def test_nothing_cut_off_is_grpo_and_all_cut_off_takes_no_step(variant, train, monkeypatch, spy):
-    algo, real = variant("mask_truncated"), variant("mask_truncated").generate
-
-    def end(algo, truncated):
-        responses = lambda *args: [r._replace(truncated=truncated) for r in real(*args)]  # noqa: E731
-        monkeypatch.setattr(algo, "generate", responses)
-
-    end(algo, truncated=False)
-    finished = train("mask_truncated")
-    end(grpo, truncated=False)
-    assert untimed(finished) == untimed(train("mask_truncated", on=grpo.__file__))
-    end(algo, truncated=True)
-    steps = spy(torch.optim.AdamW, "step", gradients_of)
-    metrics = train("mask_truncated", kl_reward_coef=0.1, entropy_coef=0.1)
-    assert len(steps) == 6 and not any(gradient.any() for step in steps for gradient in step)
-    for m in metrics[1:]:
-        assert all(map(math.isfinite, m.values())) and m["response/truncated_frac"] == 1
-        assert m["actor/loss"] == 0 and m["actor/approx_kl"] < 1e-9 and m["actor/entropy"] > 0
+def test_multi_reward_weighs_every_curve_and_completion(train, tmp_path):
+    metrics = train("multi_reward", reward="letters", reward_weights=(2.0, -0.5), eval_rows=3, run_name="run")
+    for step, kind in (3, "eval"), (3, "eval_sampled"):
+        rows = read_rows(tmp_path / f"run/completions/{kind}_{step:06d}.jsonl")
+        for row in rows:
+            text = row["response"]
+            assert row["parts"] == {"early": 2 * (sum(c < "m" for c in text) / 9), "size": -0.5 * (len(text) / 99)}
+            assert row["score"] == sum(row["parts"].values())
+        found = metrics[step][kind.replace("eval", "eval/score", 1)]
+        assert found == pytest.approx(statistics.mean(row["score"] for row in rows), abs=1e-6)
+    assert all(m["reward/mean"] == pytest.approx(m["part/early"] + m["part/size"], abs=1e-6) for m in metrics[1:])
 
 
-# --- self_distill
+def test_process_reward_credits_the_token_that_ends_a_piece(variant, train, folder, spy):
+    algo = variant("process_reward")
+    texts = ["ab", "abc", "abc", "abcde", "abcde"]  # the third token is half a character or nothing, the last the EOS
+    assert algo.credit(texts, [(2, 1.0), (3, 2.0), (4, 0.5), (5, 0.25)]) == [1.0, 2.0, 0.0, 0.75, 0.0]
+    assert algo.credit(["a\ufffd", "a\ufffd", "aé"], [(2, 1.0)]) == [0, 0, 1.0]  # a character of three tokens
+    assert algo.credit(texts, 3) == [0, 0, 0, 0, 3.0]  # a number is the last token's, as ever
+    assert "a piece that ends at 6, but the text has 5 characters" in refusal(lambda: algo.credit(texts, [(6, 1.0)]))
+    calls, batches = spy(algo, "gae"), spy(algo, "to_batch")
+    (m,) = train("process_reward", total_iterations=1, kl_reward_coef=0.0)[1:]
+    (((rewards, _, mask, *_), _),), (((_, responses, _), _),) = calls, batches
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    for row, valid, response in zip(rewards, mask, responses):
+        expected = [0.1 * (i > 2 and tokenizer.decode([i]) < "m") for i in response.ids]
+        expected[-1] -= 0.5 * response.truncated
+        assert torch.allclose(row[valid], torch.tensor(expected), atol=1e-6)
+    assert m["part/pieces"] + m["part/cut"] == pytest.approx(m["reward/mean"], abs=1e-6)
 
 
-def test_who_is_shown_which_solution(variant):
-    """Another one of the group; a group without a success has none, and the only success none for itself."""
-    find = variant("self_distill").find_solutions
-    scores = [1.0, 0, 0.5, 0, 0, 0, 0, 1, 0]
-    results = [{"score": score, "response": text} for score, text in zip(scores, "abcdefghi")]
-    assert find(results, 3, 0.5) == ["c", "a", "a", None, None, None, "h", None, "h"]
+def test_vc_ppo_has_two_lambdas(train, variant, spy):
+    calls = spy(variant("vc_ppo"), "gae")
+    metrics = train("vc_ppo", total_iterations=2, kl_reward_coef=0.0, critic_warmup_iterations=1)
+    assert [args[4] for args, _ in calls] == [0.95, 1.0] * 2
+    assert "actor/loss" not in metrics[1] and "actor/loss" in metrics[2]  # pretraining of the values, then both
+    (rewards, _, mask, *_), (_, returns) = calls[1]
+    totals = torch.where(mask, rewards, 0).sum(1, keepdim=True)
+    assert torch.allclose(returns[mask], totals.expand_as(mask)[mask], atol=1e-5)  # Monte Carlo: the score everywhere
 
 
-def test_the_teachers_prompt_by_a_template(variant, tmp_path):
-    """The solution is in the user's turn."""
-    algo, tokenizer = variant("self_distill"), make_tokenizer()
-    args = algo.Args(model="m")
-    args.reward, args.max_prompt_length = "file.py:other", 50
-    table = algo.datasets.Dataset.from_list([{"question": "what is a", "answer": "1"}])
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}-{{ m.content }}<eos>{% endfor %}"
-        "{% if add_generation_prompt %}assistant-{% endif %}"
-    )
-    ((row,), _) = algo.load_prompts("d", table, args, tokenizer)
-    text = tokenizer.decode(algo.ask_again(row, "bcd", tokenizer, args))
-    assert text.startswith("user-what is a\n") and "\n\nbcd\n\n" in text
-    # The tests' tokenizer has no capitals.
-    assert text.endswith("orrectly solve the original question.<eos>assistant-")
+def test_shared_critic_trains_one_model_by_both_losses(train, tmp_path, spy):
+    """The gradient is linear in --value-coef, in the backbone, too; the head has its own learning rate."""
+    train("shared_critic", critic_lr=1e-1, run_name="start")  # at its start the head is zero and passes no gradient on
+    seen = spy(torch.optim.AdamW, "step", lambda optimizer, *_: optimizer.param_groups)
+    gradients = spy(torch.nn.utils, "clip_grad_norm_", lambda weights, _: [p.grad.clone() for p in weights])
+    flags = {"model": f"{tmp_path}/start/final", "total_iterations": 1, "warmup_iterations": 2, "batch_size": 8}
+    for value_coef in (0.0, 1.0, 3.0):
+        train("shared_critic", **flags, value_coef=value_coef, lr=1e-3, critic_lr=1e-2)
+    for none, one, three in zip(*gradients, strict=True):
+        assert torch.allclose(three - none, 3 * (one - none), rtol=1e-3, atol=1e-5)
+    changed = [(one - none).abs().max() > 1e-6 for none, one, _ in zip(*gradients, strict=True)]
+    assert sum(changed) > 15 and [group["lr"] for group in seen[0]] == [5e-4, 5e-3]
+    assert [p.shape for p in seen[0][1]["params"]] == [(1, 32), (1,)]
 
 
-def test_the_self_teacher_rates_the_students_own_tokens(variant, train, folder, spy):
-    """Advantages against a pass of its own for each row, with the prompt written out; 0 without a solution."""
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_shared_critic_saves_and_resumes_its_head(lora_rank, train, tmp_path):
+    """With LoRA, peft switches it off and transformers not on. `final` is a language model with a head beside it."""
+    flags = {"lora_rank": lora_rank, "total_iterations": 3, "save_every": 1, "lr": 1e-2, "critic_lr": 1e-2}
+    resumed(train, "shared_critic", 2, **flags)
+    heads = []
+    for step in (2, 3):
+        weights, moments = torch.load(tmp_path / f"whole/checkpoints/step_{step:06d}.pt", weights_only=True)["policy"]
+        heads.append(torch.cat([p.flatten() for name, p in weights.items() if "score." in name]))
+        assert len(moments["state"]) == len(weights)
+    assert heads[0].numel() == 33 and heads[0].abs().max() > 1e-3 and (heads[0] != heads[1]).all()
+
+
+def test_distill_rewards_each_token_with_the_teachers_surprise(variant, train, folder, spy):
+    calls, used = spy(variant("distill"), "kl_penalty"), spy(variant("distill"), "policy_loss")
+    teacher = make_model(folder / "teacher", seed=7, hidden_size=48, num_attention_heads=4, head_dim=12)
+    metrics = train("distill", ref_model=teacher, total_iterations=12, lr=1e-2)
+    (student, other, kind), kl = calls[0]
+    assert kind == "k1" and torch.equal(kl, student - other) and kl.abs().max() > 0.1
+    (_, _, advantages, *_), _ = used[0]
+    assert {*advantages.flatten().tolist()} <= {*(-kl).flatten().tolist()}
+    assert metrics[-1]["kl/mean"] < 0.8 * metrics[1]["kl/mean"]  # it learns from its own samples
+    path = folder / "teacher" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"q"', '"Q"'))
+    assert "has another tokenizer than --model" in refusal(lambda: train("distill", ref_model=teacher))
+
+
+def test_self_distill_rates_tokens_after_another_right_answer(variant, train, folder, spy):
+    """Against a pass of its own for each row, whose prompt is written out here; 0 where there is no solution."""
     algo = variant("self_distill")
+    scores = [1.0, 0, 0.5, 0, 0, 0, 0, 1, 0]  # a group without a success has none, the only success none for itself
+    results = [{"score": score, "response": text} for score, text in zip(scores, "abcdefghi")]
+    assert algo.find_solutions(results, 3, 0.5) == ["c", "a", "a", None, None, None, "h", None, "h"]
     batches, used, policies = spy(algo, "to_batch"), spy(algo, "policy_loss"), spy(algo, "Policy")
     (m,) = train("self_distill", reward="binary", total_iterations=1, lr=0.0, max_response_length=8)[1:]
-    ((rows, responses, _), (_, mask, *_)), ((hinted, _, _), _) = batches
-    _, policy = policies[0]
-    tokenizer = algo.AutoTokenizer.from_pretrained(folder / "model")
+    ((rows, responses, _), (_, mask, *_)), _ = batches
+    (_, policy), ((_, _, advantages, *_), _) = policies[0], used[-1]  # the last call is for the log: the whole batch
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     texts = tokenizer.batch_decode([r.ids for r in responses], skip_special_tokens=True)
     right = [bool(text) and text[0] < "5" for text in texts]
-    logprobs = []
-    for row in rows, hinted:
-        alone = []
-        for r, response in zip(row, responses):
-            tokens = torch.tensor([r["input_ids"] + response.ids])
-            actions = torch.arange(tokens.shape[1])[None] >= len(r["input_ids"]) - 1
-            actions[0, -1] = False
-            alone.append(policy(tokens, actions)[0][actions].detach())
-        logprobs.append(alone)
-    (_, _, advantages, *_), _ = used[-1]  # the last call is for the log, with the whole batch
-    taught, gaps = 0, []
-    for b, (student, teacher) in enumerate(zip(*logprobs)):
-        group = [j for j in range(b - b % 4, b - b % 4 + 4) if j != b and right[j]]
-        found = advantages[b][mask[b]]
-        if group:
-            request = f"\nCorrect solution:\n\n{texts[group[0]]}\n\nCorrectly solve the original question."
-            asked = rows[b]["input_ids"] + tokenizer(request, add_special_tokens=False)["input_ids"]
-            assert hinted[b]["input_ids"] == asked
-            assert torch.allclose(found, teacher - student, atol=1e-4) and found.abs().max() > 0.01
-            taught += 1
-            gaps.append(student - teacher)
-        else:
-            assert hinted[b] is rows[b] and found.abs().max() == 0
+
+    def rate(prompt, ids):
+        tokens = torch.tensor([prompt + ids])
+        actions = torch.arange(tokens.shape[1])[None] >= len(prompt) - 1
+        actions[0, -1] = False
+        return policy(tokens, actions)[0][actions].detach()
+
+    taught = 0
+    for b, (row, response) in enumerate(zip(rows, responses)):
+        others = [j for j in range(b - b % 4, b - b % 4 + 4) if j != b and right[j]]
+        taught += bool(others)
+        expected = torch.zeros(len(response.ids))
+        if others:
+            hint = f"\nCorrect solution:\n\n{texts[others[0]]}\n\nCorrectly solve the original question."
+            asked = row["input_ids"] + tokenizer(hint, add_special_tokens=False)["input_ids"]
+            expected = rate(asked, response.ids) - rate(row["input_ids"], response.ids)
+        assert torch.allclose(advantages[b][mask[b]], expected, atol=1e-4)
     assert 0 < taught < 16 and m["teacher/taught_frac"] == taught / 16
-    assert m["teacher/kl"] == pytest.approx(torch.cat(gaps).mean().item(), abs=1e-4)
+
+
+# --- which prompts and responses count
+
+
+def test_dapo_trains_on_mixed_groups_and_punishes_length(variant, train, spy):
+    """Filtered before the punishment: without it every group has both scores. 2503.14476, eq. 13."""
+    batches = spy(variant("dapo"), "group_advantages", lambda scores, *_: scores.clone())
+    trained = spy(variant("dapo"), "to_batch", lambda rows, responses, _: [len(r.ids) for r in responses])
+    metrics = train("dapo", reward="binary", max_draws=8, overlong_buffer=25, **SOME_END)
+    for scores, lengths, m in zip(batches, trained, metrics[1:], strict=True):
+        assert len(scores) == 16 == 4 * m["group/trained"] and 0 < m["reward/sampled_mean"] < 1
+        plain = (scores + ((torch.tensor(lengths) - 7) / 25).clamp(0, 1)).view(4, 4)
+        assert torch.allclose(plain, plain.round(), atol=1e-6) and len({*lengths}) > 2
+        assert (plain.amin(1) < 0.5).all() and (plain.amax(1) > 0.5).all()
+    assert max(m["group/generated"] for m in metrics[1:]) > 4
+
+
+def test_dapo_without_a_group_takes_no_step(train, spy):
+    """With a punishment that differs, which the filter does not see, and a KL loss that would train."""
+    steps = spy(torch.optim.AdamW, "step")
+    (m,) = train("dapo", reward="constant", overlong_buffer=12, kl_loss_coef=0.1, max_draws=2, total_iterations=1)[1:]
+    assert not steps and m["group/trained"] == 0 and m["group/generated"] == 8 and "actor/loss" not in m
+
+
+def test_replay_asks_again_what_nobody_answered(train, variant, spy):
+    """At most half a batch of it, after a restart, too."""
+    scored = spy(variant("replay"), "compute_scores")
+    flags = {"reward": "binary", "total_iterations": 6, "save_every": 3, "batch_size": 8, "group_size": 2}
+    whole = resumed(train, "replay", 3, **flags)
+    failed = set()
+    for ((_, _, rows, _), results), m in zip(scored, whole[1:]):
+        asked, scores = [row["prompts"] for row in rows[::2]], [result["score"] for result in results]
+        again = min(4, len(failed))
+        assert m["group/replayed"] == again and failed.issuperset(asked[:again])
+        failed = {prompt for prompt, *pair in zip(asked, scores[::2], scores[1::2]) if max(pair) == 0}
+        assert m["group/failed"] == len(failed)
+    assert max(m["group/failed"] for m in whole[1:-1]) > 4
+
+
+def test_mask_truncated_trains_on_finished_responses_only(variant, train, spy):
+    """The others are in no denominator; the scores of all are in the mean and std of a group."""
+    algo = variant("mask_truncated")
+    batches, plain = spy(algo, "to_batch"), spy(algo, "group_advantages")
+    used, shares = spy(algo, "policy_loss"), spy(algo, "aggregate")
+    train("mask_truncated", total_iterations=1, minibatch_size=16, microbatch_tokens=10**6)
+    ((_, responses, _), (_, mask, *_)), ((scores, *_), advantages) = batches[0], plain[0]
+    finished = torch.tensor([not response.truncated for response in responses])
+    assert 4 < finished.sum() < 12 and torch.allclose(advantages, grpo.group_advantages(scores, 4, "grpo"))
+    (_, _, given, *_), _ = used[-1]
+    assert torch.equal(given, torch.where(mask & finished[:, None], advantages[:, None], 0))
+    (_, trained, _, num_tokens, num_rows, _), _ = shares[0]
+    assert trained.sum() == num_tokens == mask[finished].sum()
+    assert trained.any(1).sum() == num_rows == finished.sum()

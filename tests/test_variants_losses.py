@@ -1,275 +1,222 @@
-# ruff: noqa: F811 (fixtures)
-"""Variants of the policy loss: dual_clip, sapo, cispo, dppo, icepop, cov."""
+"""Variants of the loss and of the KL: each does what its head says."""
 
-import importlib
 import itertools
 import math
-import sys
 
 import pytest
 import torch
-from conftest import refusal, untimed
-from test_loop import mislead, no_numbers, shifted
-from test_variants import (  # noqa: F401
-    example,
-    folder,
-    grpo,
-    losses_of,
-    token_gradients,
-    told_otherwise,
-    train,
-    variant,
-)
+from test_variants import folder, losses_of, resumed, told_otherwise, train, variant  # noqa: F401
 
+# ruff: noqa: F811 (fixtures)
 
-def moved(olds, news, advantages):
-    """Log-probs before and after (with a gradient), and advantages, of tokens with these probabilities."""
-    old, new, advantages = (torch.tensor(x, dtype=torch.float64) for x in (olds, news, advantages))
-    return old.log(), new.log().requires_grad_(), advantages
+F = torch.float64
+ONE_PASS = {"minibatch_size": 16, "microbatch_tokens": 10**6, "total_iterations": 1, "kl_loss_coef": 0.0}
 
-
-def bounded(a, ratio):
-    """1912.09729: the clip of PPO, and at most 3 where A < 0. The loss is -A times this."""
-    if a > 0:
-        return min(ratio, 1.2)
-    return min(max(ratio, 0.8), 3.0) if a < 0 else ratio
-
-
-def dual_clipped(a, ratio):
-    return ratio if bounded(a, ratio) == ratio else 0
-
-
-def gated(a, ratio):
-    """2511.20347: sech^2(tau/2 * (rho - 1)), 1 on policy, and smaller the further the ratio is from 1."""
-    return ratio / math.cosh((1.0 if a > 0 else 1.05) / 2 * (ratio - 1)) ** 2
-
-
-def cut(a, ratio):
-    """2506.13585: never gone."""
-    return min(max(ratio, 0.7), 1.4)
-
-
-# Variant, flags of its loss, the gradient of a token by hand: a multiple of -A, by A and ratio.
+RATIOS = [0.05, 0.75, 1.0, 1.3, 3.1]
+# Variant, flags, the gradient of a token by its log-prob where A = 2 and where A = -2, by ratio: a multiple of -A.
 BY_HAND = [
-    ("dual_clip", {"dual_clip": 3.0}, dual_clipped),
-    ("sapo", {"tau_pos": 1.0, "tau_neg": 1.05}, gated),
-    ("cispo", {"clip_low": 0.3, "clip_high": 0.4}, cut),
+    ("cispo", {"clip_low": 0.3, "clip_high": 0.4}, [0.7, 0.75, 1, 1.3, 1.4], [0.7, 0.75, 1, 1.3, 1.4]),
+    ("dual_clip", {"dual_clip": 3.0}, [0.05, 0.75, 1, 0, 0], [0, 0, 1, 1.3, 0]),
+    ("plain_pg", {}, [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]),
+    # 2511.20347: ratio * sech^2(tau/2 * (ratio - 1)), with a tau of 1 and of 1.05
+    ("sapo", {}, *([r / math.cosh(tau / 2 * (r - 1)) ** 2 for r in RATIOS] for tau in (1.0, 1.05))),
 ]
 
 
-@pytest.mark.parametrize("name, flags, weight", BY_HAND)
-def test_gradients_by_hand(name, flags, weight, variant):
-    """In each quadrant. Clipped is what has not the gradient of the ratio; of sapo, the share that is gone."""
-    tokens = list(itertools.product([2.0, -2.0, 0.0], [0.05, 0.5, 0.75, 1.0, 1.3, 2.9, 3.1, 6.0]))
-    advantages, ratios = torch.tensor(tokens, dtype=torch.float64).T
-    new = ratios.log().requires_grad_()
-    losses, clipped = losses_of(variant(name), new, torch.zeros_like(ratios), advantages, **flags)
+@pytest.mark.parametrize("name, flags, up, down", BY_HAND)
+def test_the_gradient_of_a_token(name, flags, up, down, variant):
+    new = torch.tensor([RATIOS, RATIOS], dtype=F).log().requires_grad_()
+    advantages = torch.tensor([[2.0], [-2.0]], dtype=F).expand(2, 5)
+    losses, clipped = losses_of(variant(name), new, torch.zeros_like(new), advantages, **flags)
     (slopes,) = torch.autograd.grad(losses.sum(), new)
-    weights = torch.tensor([weight(a, ratio) for a, ratio in tokens], dtype=torch.float64)
+    weights = torch.tensor([up, down], dtype=F)
     assert torch.allclose(slopes, -advantages * weights)
-    gone = 1 - weights / ratios
-    assert torch.allclose(clipped.double(), gone if name == "sapo" else (gone != 0).double())
-    if name == "dual_clip":
-        assert losses.tolist() == pytest.approx([-a * bounded(a, ratio) for a, ratio in tokens])
+    if name != "plain_pg":  # which logs that nothing is clipped
+        assert torch.equal(clipped > 1e-9, (weights - new.exp()).abs() > 1e-9)
 
 
-def test_the_file_cispo_has_the_loss_of_the_patch(variant, monkeypatch):
-    monkeypatch.setattr(grpo, "policy_loss", grpo.policy_loss)  # is put back: the file replaces it where it is imported
-    monkeypatch.delitem(sys.modules, "cispo", raising=False)
-    cispo = importlib.import_module("cispo")
-    assert grpo.policy_loss is cispo.policy_loss
-    batch, args = example(), variant("cispo").Args(model="m", clip_low=0.3, clip_high=0.4)
-    for ours, theirs in zip(*(algo.policy_loss(*batch, args) for algo in (cispo, variant("cispo")))):
-        assert torch.equal(ours, theirs)
+def test_gspo_clips_whole_responses(variant):
+    """2507.18071, eq. 5 and 7. The geometric means of the ratios are e^.02 and e^.04; the clip is at 1.03."""
+    new = torch.tensor([[0.05, -0.01, 9.0], [0.0, 0.08, 0.04]], dtype=F).requires_grad_()
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    algo = variant("gspo")
+    args = algo.Args(model="m", clip_low=0.02, clip_high=0.03)
+    losses, clipped = algo.policy_loss(new, torch.zeros_like(new), torch.full_like(new, 2.0), mask, args)
+    loss = algo.aggregate(losses, mask, args.loss_agg, 5, 2, 3)
+    (slopes,) = torch.autograd.grad(loss, new)
+    each = -2 * math.exp(0.02) / 2 / 2  # of two tokens in one of two responses
+    assert torch.allclose(slopes, torch.tensor([[each, each, 0], [0, 0, 0]], dtype=F))
+    assert clipped.tolist() == [[False] * 3, [True] * 3]
 
 
-# --- dppo
+# Before, after, advantage; whether DPPO blocks by |p - p_old| > .15, and by the KL of two outcomes > .12.
+MOVES = [
+    (1e-4, 1e-3, 1, False, False),  # rare: ten times as likely and still rare, which PPO would clip
+    (0.80, 0.96, 1, True, True),  # likely: PPO would let a ratio of 1.2 pass. .8*ln(.8/.96) + .2*ln(.2/.04) = .18
+    (0.96, 0.80, -1, True, False),  # .96*ln(.96/.8) + .04*ln(.04/.2) = .11
+    (0.80, 0.96, -1, False, False),  # towards where it was
+    (0.60, 0.30, -1, True, True),
+    (1.00, 0.50, -1, True, True),  # of a log-prob of 0 in float32
+]
 
 
-def test_dppo_looks_at_probabilities_not_at_ratios(variant):
-    """2602.04879, section 4: what PPO clips without need, and what it lets through."""
-    algo = variant("dppo")
-    cases = [  # before, after, advantage; whether PPO clips; whether DPPO blocks
-        (1e-4, 1e-3, 1, True, False),  # rare: ten times as likely and still rare
-        (1e-3, 1e-5, -1, True, False),
-        (0.80, 0.955, 1, False, True),  # likely: a ratio of 1.19 moves a seventh of all the mass
-        (0.955, 0.80, -1, False, True),
-        (0.80, 0.955, -1, False, False),  # towards where it was
-        (0.955, 0.80, 1, False, False),
-        (0.30, 0.60, 1, True, True),
-        (0.60, 0.30, -1, True, True),
-        (0.60, 0.601, 1, False, False),
-    ]
-    olds, news, advantages, clips, blocks = zip(*cases)
-    old, new, advantages = moved(olds, news, advantages)
-    losses, blocked = losses_of(algo, new, old, advantages, divergence="tv", delta=0.15)
-    (found,) = torch.autograd.grad(losses.sum(), new)
-    expected = torch.where(torch.tensor(blocks), 0, -advantages * (new - old).exp())
-    assert torch.allclose(found, expected) and blocked.tolist() == list(blocks)
-    assert losses_of(grpo, new, old, advantages)[1].tolist() == list(clips)
+@pytest.mark.parametrize("divergence, delta, column", [("tv", 0.15, 3), ("kl", 0.12, 4)])
+def test_dppo_blocks_by_probability_around_the_sampler(divergence, delta, column, variant, train, monkeypatch):
+    """2602.04879, section 4."""
+    old, new, advantages = torch.tensor([move[:3] for move in MOVES], dtype=F).T
+    logprobs, blocks = new.log().requires_grad_(), torch.tensor([move[column] for move in MOVES])
+    flags = {"divergence": divergence, "delta": delta}
+    losses, blocked = losses_of(variant("dppo"), logprobs, old.log(), advantages, **flags)
+    (slopes,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert torch.equal(blocked, blocks)
+    assert torch.allclose(slopes, torch.where(blocks, 0, -advantages * new / old))
+    told_otherwise(variant("dppo"), monkeypatch, [0.008] * 12)  # the ratio of the first step has that in it
+    assert train("dppo", total_iterations=1, lr=0.0)[1]["actor/ratio_mean"] == pytest.approx(math.exp(0.008))
 
 
-def test_dppos_kl_is_that_of_two_outcomes(variant):
-    algo = variant("dppo")
-    stream = torch.Generator().manual_seed(0)
-    olds, news = torch.rand(2, 400, generator=stream, dtype=torch.float64).pow(2)
-    old, new, advantages = moved(olds.tolist(), news.tolist(), [1.0, -1.0] * 200)
-    losses, blocked = losses_of(algo, new, old, advantages, divergence="kl", delta=0.05)
-    kl = torch.distributions.kl_divergence(torch.distributions.Bernoulli(olds), torch.distributions.Bernoulli(news))
-    away = (news > olds) == (advantages > 0)
-    assert torch.equal(blocked, (kl > 0.05) & away) and 50 < blocked.sum() < 200
-    assert torch.equal(torch.autograd.grad(losses.sum(), new)[0] == 0, blocked)
-    # Probabilities of 0 or 1, of which one log-prob or the other is 0 in float32.
-    old, new, advantages = moved([1.0, 1.0, 0.5, 0.5], [1.0, 0.5, 1.0, 1.0], [-1.0, -1.0, 1.0, -1.0])
-    losses, blocked = losses_of(algo, new, old, advantages, divergence="kl", delta=0.05)
-    assert blocked.tolist() == [False, True, True, False]
-    assert torch.autograd.grad(losses.sum(), new)[0].isfinite().all()
-
-
-@pytest.mark.parametrize("kind", ["tv", "kl"])
-def test_dppos_region_is_around_the_sampler(kind, variant, train, monkeypatch, spy):
-    """Half of the responses come with log-probs that are lower by 0.008: the ratio of the first step has that in it."""
-    told_otherwise(variant("dppo"), monkeypatch, [0.008] * 12, [0] * 12)
-    passes = spy(variant("dppo"), "forward_all")
-    first = train("dppo", total_iterations=1, lr=0.0, kl_loss_coef=0.0, divergence=kind)[1]
-    assert not passes  # a pass less
-    assert first["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.008)) / 2, abs=1e-6)
-    assert first["rollout/logprob_diff"] == pytest.approx(0.004, rel=1e-3) and first["actor/clipfrac"] == 0
-    metrics = train("dppo", total_iterations=3, lr=3e-2, divergence=kind, delta=0.02)
-    assert any(0 < m["actor/clipfrac"] < 0.5 for m in metrics[1:])
-
-
-@pytest.mark.parametrize("wrong", [shifted, no_numbers])
-@pytest.mark.parametrize("name, flags", [("dppo", {}), ("bypass", {}), ("bypass", {"old_logprobs": "corrected"})])
-def test_a_sampler_that_disagrees_ends_the_run_before_its_first_step(
-    name, flags, wrong, variant, train, monkeypatch, spy
-):
-    """Also where the old log-probs are the sampler's own, which tell nothing of it."""
-    steps = spy(torch.optim.AdamW, "step")
-    mislead(variant(name), monkeypatch, wrong)
-    said = refusal(lambda: train(name, **flags))
-    assert "iteration 1: sampler and training pass differ by" in said and not steps
-
-
-# --- icepop
-
-
-def test_tokens_outside_the_band_have_no_gradient(variant, train, monkeypatch):
-    """Exactly none; those inside have their importance weight. 2510.18855, eq. 1."""
+def test_icepop_weighs_tokens_within_a_band(variant, train, monkeypatch, spy):
+    """2510.18855, eq. 1. The sampler claims 4% too little and too much for a token each, 2% too little for one."""
     algo = variant("icepop")
-    gaps = torch.zeros(12)
-    gaps[1], gaps[2], gaps[3] = 0.04, -0.04, 0.02  # what the sampler claims too little, by token of the response
-    expected = gaps.exp()
-    expected[1:3] = 0
-    told_otherwise(algo, monkeypatch, gaps.tolist())
-    calls = token_gradients(algo, monkeypatch)
-    flags = {"lr": 0.0, "kl_loss_coef": 0.0, "total_iterations": 1, "is_low": 0.97, "is_high": 1.03}
-    metrics = train("icepop", **flags)[1]
-    for mask, _, _, advantages, gradient in calls:
-        assert (mask.sum(1) == 12).all()
-        of_rows = advantages[mask].view(-1, 12)
-        assert torch.allclose(of_rows, of_rows[:, :1] * expected, rtol=1e-5)
-        assert torch.allclose(gradient, -advantages / 12 / 8, atol=1e-9)
-        assert (gradient[mask].view(-1, 12)[:, 1:3] == 0).all()
-    assert sum((gradient != 0).sum() for *_, gradient in calls) > 0
+    told_otherwise(algo, monkeypatch, [0.0, 0.04, -0.04, 0.02] + [0.0] * 8)
+    plain, used = spy(algo, "group_advantages"), spy(algo, "policy_loss")
+    metrics = train("icepop", **ONE_PASS, is_low=0.97, is_high=1.03)[1]
+    (_, advantages), ((_, _, weighted, mask, _), _) = (
+        plain[0],
+        used[-1],
+    )  # the last call is for the log: the whole batch
+    weights = torch.tensor([1, 0, 0, math.exp(0.02)] + [1] * 8)
+    assert torch.allclose(weighted[mask[0]].view(16, 12), advantages[:, None] * weights, rtol=1e-5)
     assert metrics["rollout/zero_weight_frac"] == pytest.approx(2 / 12)
-    assert metrics["rollout/weight_mean"] == pytest.approx(expected.mean().item(), rel=1e-5)
-    ess = expected.mean() ** 2 / expected.square().mean()
-    assert metrics["rollout/ess"] == pytest.approx(ess.item(), rel=1e-5)
+    assert metrics["rollout/weight_mean"] == pytest.approx(weights.mean().item(), rel=1e-5)
 
 
-def test_a_band_without_a_token_takes_no_step(train):
-    metrics = train("icepop", is_low=2.0, is_high=3.0, kl_loss_coef=0.0, total_iterations=2)
-    for m in metrics[1:]:
-        assert m["rollout/ess"] == m["rollout/weight_mean"] == m["actor/grad_norm"] == 0
-        assert m["rollout/zero_weight_frac"] == 1 and m["kl/mean"] == 0
-
-
-def test_only_bad_responses_are_left_behind(variant):
-    """2512.02556, eq. 9, over the tokens of the mask; a log-prob that rose counts against one that fell."""
-    rollout = torch.full((4, 3), -1.0)
+def test_icepop_leaves_bad_responses_behind(variant, train, monkeypatch, spy):
+    """2512.02556, eq. 9. By hand the log-prob has fallen by .6, .9, .9 and .3 per token of the mask."""
+    algo = variant("icepop")
     logprobs = torch.tensor([[-1.9, -1.9, -1.0], [-1.9, -1.9, -1.9], [-1.9, -1.9, -1.9], [-1.9, -0.7, torch.nan]])
     mask = torch.tensor([[True] * 3] * 3 + [[True, True, False]])
     advantages = torch.tensor([[-1.0], [-1.0], [1.0], [-1.0]]).expand(4, 3)
-    # The log-prob has fallen by 0.6, 0.9, 0.9 and 0.3 per token.
-    for delta, rows in (0.5, [0, 1]), (0.7, [1]), (0.2, [0, 1, 3]), (1.0, []):
-        found = variant("icepop").left_behind(logprobs, rollout, advantages, mask, delta)
+    for delta, rows in (0.5, [0, 1]), (0.2, [0, 1, 3]), (1.0, []):
+        found = algo.left_behind(logprobs, torch.full((4, 3), -1.0), advantages, mask, delta)
         assert found.all(1).nonzero().flatten().tolist() == rows and torch.equal(found.all(1), found.any(1))
+    told_otherwise(algo, monkeypatch, [-0.008] * 12, [0.0] * 12)  # every other response was likelier, it says
+    plain, shares = spy(algo, "group_advantages"), spy(algo, "aggregate")
+    metrics = train("icepop", **ONE_PASS, lr=0.0, off_policy_delta=0.005)[1]
+    (_, advantages), ((losses, *_), _) = plain[0], shares[0]
+    left = (advantages[::2] < 0).sum().item()
+    assert 0 < left == (losses == 0).all(1).sum() < 8 and metrics["actor/off_policy_frac"] == left / 16
 
 
-def test_what_is_left_behind_has_no_policy_gradient(variant, train, monkeypatch, spy):
-    """Every other response is claimed to have been likelier by 0.008 per token: those of negative advantage go."""
-    algo = variant("icepop")
-    told_otherwise(algo, monkeypatch, [-0.008] * 12, [0] * 12)
-    asked = spy(algo, "left_behind")
-    calls = token_gradients(algo, monkeypatch)
-    flags = {"lr": 0.0, "kl_loss_coef": 0.0, "total_iterations": 1, "microbatch_tokens": 10**6, "minibatch_size": 16}
-    metrics = train("icepop", off_policy_delta=0.005, **flags)[1]
-    ((mask, new, _, advantages, gradient),) = calls
-    (_, rollout, *_), _ = asked[0]  # of the same rows
-    fallen = torch.where(mask, rollout - new, 0).sum(1) / 12  # 0.008 or 0
-    left = (fallen > 0.005) & (advantages < 0).any(1)
-    assert 0 < left.sum() < (fallen > 0.005).sum() == 8
-    expected = torch.where(left[:, None], 0, -advantages / 12 / 16)
-    assert torch.allclose(gradient, expected, atol=1e-9) and (gradient[left] == 0).all()
-    assert metrics["actor/off_policy_frac"] == left.sum().item() / 16
-    kept = train("icepop", **flags)[1]  # by default, it takes more
-    assert kept["actor/off_policy_frac"] == 0 and kept["actor/grad_norm"] > metrics["actor/grad_norm"]
-
-
-# --- cov
-
-
-def test_the_covariance_and_who_exceeds(variant):
+@pytest.mark.parametrize("kind", ["kl", "clip"])
+def test_cov_holds_back_the_highest_covariances(kind, variant, train, spy):
+    """2505.22617, listing 1: there |log rho| is added to the loss, or the policy gradient is taken away."""
     algo = variant("cov")
-    stream = torch.Generator().manual_seed(3)
-    logprobs = -torch.rand(20, 10, generator=stream, dtype=torch.float64)
-    advantages = torch.randn(20, 1, generator=stream, dtype=torch.float64).expand(20, 10)
-    mask = torch.rand(20, 10, generator=stream) < 0.8
-    covariance, threshold = algo.token_covariances(logprobs, advantages, mask, 0.05)
-    pair = torch.stack([logprobs[mask], advantages[mask]])
-    assert covariance[mask].mean() == pytest.approx(torch.cov(pair, correction=0)[0, 1].item())
-    count = int(0.05 * mask.sum())
-    assert threshold > 0 and (covariance > threshold).sum() == count == (covariance[mask] > threshold).sum()
-    assert algo.token_covariances(logprobs, advantages, mask, 1.0)[1] == 0  # never one that raises the entropy
-    none, threshold = algo.token_covariances(logprobs, torch.zeros_like(logprobs), mask, 0.05)
-    assert not (none > threshold).any()
-    # Equal prefixes of equally good answers have equal values, up to rounding.
-    logprobs, advantages = logprobs.repeat(2, 1), advantages.repeat(2, 1)
-    covariance, threshold = algo.token_covariances(
-        logprobs + 1e-8 * torch.rand(40, 1), advantages, mask.repeat(2, 1), 0.05
+    logprobs, signs = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]), torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
+    everywhere = torch.ones(2, 2, dtype=torch.bool)
+    covariance, threshold = algo.token_covariances(logprobs, signs, everywhere, 0.5)
+    assert covariance.tolist() == [[1.5, 0.5], [0.5, 1.5]] and threshold == pytest.approx(1.5 - 1e-5)
+    assert algo.token_covariances(logprobs, -signs, everywhere, 1.0)[1] == 0  # never one that raises the entropy
+    plain, used, shares = spy(algo, "group_advantages"), spy(algo, "policy_loss"), spy(algo, "aggregate")
+    train("cov", **ONE_PASS, ppo_epochs=2, lr=1e-2, cov=kind, cov_share=0.1, cov_kl_coef=0.7)
+    ((new, old, _, mask, _), losses), ((total, *_), _) = used[1], shares[1]  # of the second epoch: rows by their length
+    ((_, whole_old, advantages, actions, _), _), (_, of_rows) = used[-1], plain[0]
+    whole = torch.where(actions[0], of_rows[:, None], 0)
+    covariance, threshold = algo.token_covariances(whole_old, whole, actions[0], 0.1)
+    high = covariance > threshold
+    assert 0.09 < high.sum() / actions.sum() * 2 < 0.15  # of two epochs
+    if kind == "clip":
+        assert torch.equal(advantages, torch.where(high, 0, whole)) and torch.equal(total, losses[0])
+    else:
+        assert torch.equal(advantages, whole)
+        extra, moved = (total - losses[0])[mask], 0.7 * (new - old).abs()[mask]
+        felt = extra.abs() > 1e-6
+        assert felt.sum() == high.sum() and torch.allclose(extra[felt], moved[felt], atol=1e-6)
+
+
+def test_entropy_tokens_gives_the_others_no_advantage(variant, train, spy):
+    """One threshold for the batch; a token that is left out counts in the denominators all the same."""
+    algo = variant("entropy_tokens")
+    by_hand = torch.tensor([0.1, 0.9, 0.5, 0.5 + 1e-6, 0.5 - 1e-6, 0.3, 0.2, 0.0, 0.0, 0.0])
+    chosen = [int((by_hand >= algo.entropy_threshold(by_hand, share)).sum()) for share in (0.0, 0.12, 0.3, 0.5, 1.0)]
+    assert chosen == [1, 4, 4, 5, 10]  # equal ones are chosen together
+    passes, found = spy(algo.Policy, "forward"), spy(algo, "entropy_threshold")
+    used, shares = spy(algo, "policy_loss"), spy(algo, "aggregate")
+    train("entropy_tokens", **ONE_PASS, entropy_share=0.3)
+    (((entropy, _), threshold),) = found
+    (_, _, advantages, mask, _), _ = used[-1]
+    assert torch.equal(advantages[mask[0]] != 0, entropy >= threshold)
+    assert 0.3 <= (entropy >= threshold).float().mean() < 0.4
+    ((_, _, first_mask), (_, first)), ((_, trained, _, num_tokens, *_), _) = passes[0], shares[0]
+    assert torch.equal(entropy.sort().values, first[first_mask].sort().values)
+    assert trained.sum() == num_tokens == len(entropy)
+
+
+def test_value_clip_pushes_no_value_far(variant, train, spy):
+    """Old value 0, clip 0.2: beyond it a value is still pulled back, but pushed no further, neither up nor down."""
+    algo = variant("value_clip")
+    returns = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.1, -1.0])
+    new = torch.tensor([0.1, 0.5, -0.5, 1.5, 0.3, -0.5]).requires_grad_()
+    losses = algo.value_loss(new, torch.zeros(6), returns, 0.2)
+    (slopes,) = torch.autograd.grad(losses.sum(), new)
+    assert torch.allclose(losses, torch.tensor([0.81, 0.64, 2.25, 0.64, 0.04, 0.64]) / 2)
+    assert torch.allclose(slopes, torch.tensor([-0.9, 0, -1.5, 0, 0.2, 0]))
+    calls = spy(algo, "value_loss")
+    train("value_clip", ppo_epochs=2, microbatch_tokens=10_000, total_iterations=1)
+    ((first, old, *_), _), ((second, same, *_), _) = calls
+    assert torch.equal(old, same) and torch.equal(first, old) and not torch.equal(second, old)  # those of the rollout
+
+
+def test_target_kl_leaves_out_a_step_and_all_later_ones(variant, train, spy):
+    steps = spy(torch.optim.AdamW, "step", lambda optimizer, *_: optimizer.param_groups[0]["params"])
+    shares = spy(variant("target_kl"), "aggregate")
+    flags = {"batch_size": 16, "minibatch_size": 4, "microbatch_tokens": 10_000, "ppo_epochs": 2, "total_iterations": 1}
+    assert train("target_kl", **flags, target_kl=1e9)[1]["actor/steps"] == 8 and len(steps) == 16
+    # The first step changes nothing before it is taken, so its KL is 0. Every later minibatch has one.
+    stopped = train("target_kl", **flags, target_kl=1e-9)[1]
+    assert stopped["actor/steps"] == 1 and len(steps) == 16 + 1 + 8 and len(shares) == 16 + 2 + 8  # the critic goes on
+    assert stopped["actor/loss"] == shares[16][1].item() and stopped["actor/approx_kl"] > 0
+    assert all(p.grad is None for p in steps[16])  # of the minibatch that was left out nothing goes on
+
+
+def test_anneal_lets_both_learning_rates_fall(variant, train, spy):
+    schedule = variant("anneal").schedule
+    cosine = [schedule("cosine", i, 4, 0) for i in range(1, 5)]
+    assert cosine == pytest.approx([1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2])
+    assert [schedule("constant", i, 4, 3) for i in range(1, 5)] == [1 / 3, 2 / 3, 1, 1]
+    rates = spy(torch.optim.AdamW, "step", lambda optimizer, *_: optimizer.param_groups[0]["lr"])
+    metrics = train("anneal", total_iterations=6, warmup_iterations=2, lr=1e-3, critic_lr=2e-3)
+    factors = [0.5, 1, 1, 0.75, 0.5, 0.25]  # the last iteration still trains
+    assert rates[::2] == pytest.approx([1e-3 * x for x in factors]) == [m["actor/lr"] for m in metrics[1:]]
+    assert rates[1::2] == pytest.approx([2e-3 * x for x in factors])
+
+
+def test_adaptive_kl_follows_its_target_and_resumes(variant, train):
+    controller, found = variant("adaptive_kl").AdaptiveKL(0.02, 0.05, 1000), []
+    for kl in (0.0, 0.05, 0.055, 0.5, -1.0):  # far below, on target, 10% above, far above, far below
+        controller.update(kl, 256)
+        found.append(round(controller.coef, 5))
+    assert found == [0.01898, 0.01898, 0.01946, 0.02046, 0.01941]
+    flags = {"kl_reward_coef": 0.5, "kl_target": 1e-4, "kl_horizon": 20.0, "critic_warmup_iterations": 1}
+    whole = resumed(train, "adaptive_kl", 3, **flags, total_iterations=4, save_every=3, lr=1e-2)
+    assert whole[1]["kl/coef"] == whole[2]["kl/coef"] == 0.5  # not steered while the actor does not move
+    for before, m in itertools.pairwise(whole[2:]):
+        error = max(-0.2, min(0.2, before["kl/mean"] / 1e-4 - 1))
+        assert m["kl/coef"] == before["kl/coef"] * (1 + error * 8 / 20) != before["kl/coef"]
+        taken = m["reward/mean"] - m["reward/total_mean"]  # it is this coefficient that the rewards have
+        assert taken / (m["kl/mean"] * m["response/length_mean"]) == pytest.approx(m["kl/coef"], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_kl_gradient_has_the_value_of_one_kind_and_the_gradient_of_the_kl(variant, kind):
+    """The mean under the policy of a token's gradient, against that of KL(pi || ref) itself."""
+    kl_penalty = variant("kl_gradient").kl_penalty
+    logits, ref = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=F)
+    logits.requires_grad_()
+    logprobs, ref = logits.log_softmax(-1), ref.log_softmax(-1)
+    kl = (logprobs.exp() * (logprobs - ref)).sum()
+    mean = lambda kind: (logprobs.exp().detach() * kl_penalty(logprobs, ref, kind)).sum()  # noqa: E731
+    right, plus, plain = (
+        torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (kl, mean(f"{kind}+"), mean(kind))
     )
-    assert torch.equal((covariance > threshold)[:20], (covariance > threshold)[20:])
-
-
-def test_high_covariances_are_penalised_or_detached(variant, train, monkeypatch):
-    """2505.22617, listing 1: at exactly these tokens |log rho| is added, or the policy gradient is taken away."""
-    calls = token_gradients(variant("cov"), monkeypatch)
-    flags = {"minibatch_size": 16, "microbatch_tokens": 10**6, "ppo_epochs": 2, "total_iterations": 1, "lr": 1e-2}
-    flags |= {"kl_loss_coef": 0.0, "clip_low": 1.0, "clip_high": 1e9, "cov_share": 0.1, "cov_kl_coef": 0.7}
-    penalised = train("cov", cov="kl", **flags)[1]
-    detached = train("cov", cov="clip", **flags)[1]
-    (mask, new, old, advantages, first), (*_, second), clip_first, clip_second = calls
-    centred = [torch.where(mask, x - x[mask].mean(), 0) for x in (old, advantages)]
-    covariance = centred[0] * centred[1]
-    least = covariance[mask].sort(descending=True).values[int(0.1 * mask.sum()) - 1]
-    high = covariance >= least - 1e-5
-    assert 0.09 < high.sum() / mask.sum() < 0.15 and torch.equal(new, old)
-    assert penalised["actor/covariance"] == pytest.approx(covariance[mask].mean().item(), abs=1e-6)
-    assert penalised["actor/covariance_threshold"] == pytest.approx(least.item(), abs=2e-5)
-    share = mask.sum(1, keepdim=True) * 16
-    assert torch.allclose(first, -advantages / share, atol=1e-8)  # nothing has moved yet: no penalty
-    new = calls[1][1]
-    force = 0.7 * torch.where(high, (new - old).sign(), 0)  # back to where the token was
-    assert torch.allclose(second, (-advantages * (new - old).exp() + force) / share, atol=1e-8)
-    assert (force[high] != 0).all()
-    for _, new, old, left, gradient in clip_first, clip_second:
-        assert torch.equal(left, torch.where(high, 0, advantages))
-        assert torch.allclose(gradient, -left * (new - old).exp() / share, atol=1e-8) and (gradient[high] == 0).all()
-    assert detached["actor/covariance"] == penalised["actor/covariance"]
-
-
-def test_the_choice_does_not_depend_on_micro_batches(train):
-    few, one = (untimed(train("cov", cov="clip", cov_share=0.1, microbatch_tokens=size)) for size in (128, 10**6))
-    for a, b in zip(few, one, strict=True):
-        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+    assert torch.allclose(plus, right) and not torch.allclose(plain, right, rtol=0.1)
+    assert mean(f"{kind}+") == mean(kind) and torch.equal(kl_penalty(logprobs, ref, "abs"), (logprobs - ref).abs())

@@ -1,0 +1,280 @@
+"""Variants of sampling, and of speed, memory and precision: each does what its head says."""
+
+import functools
+import itertools
+import math
+import sys
+import threading
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from conftest import read_rows, refusal, untimed
+from ranks import load_script
+from test_variants import (  # noqa: F401
+    ROOT,
+    flags_of,
+    folder,
+    resumed,
+    script_of,
+    told_otherwise,
+    train,
+    train_by_two,
+    variant,
+    variants,
+)
+from transformers import AutoModelForCausalLM, MistralConfig
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+# ruff: noqa: F811 (fixtures)
+
+
+def column(metrics, name):
+    return [m[name] for m in metrics[1:]]
+
+
+def weights_of(model, *_):
+    """A model's weights are told apart by their sum."""
+    return sum(p.double().sum().item() for p in model.parameters())
+
+
+# --- sampling
+
+
+def test_one_step_off_samples_with_older_weights_and_corrects_for_it(variant, train, spy):
+    """With those of one iteration ago; those of now are evaluated."""
+    algo = variant("one_step_off")
+    sampling, passes = spy(algo, "generate", weights_of), spy(algo, "forward_all")
+    plain, used = spy(algo, "group_advantages"), spy(algo, "policy_loss")
+    flags = {"kl_loss_coef": 0.0, "lr": 5e-3, "is_cap": 1.1, "eval_rows": 2, "eval_every": 1}
+    metrics = train("one_step_off", **flags)
+    assert (
+        len(sampling) == 2 + 3 * 3
+    )  # each iteration samples a batch, then evaluates twice; two evaluations come first
+    batches, evaluated = sampling[2::3], sampling[1::3]
+    assert batches == [evaluated[0], evaluated[0], evaluated[1]] and len({*evaluated}) == 4
+    whole = [advantages for (new, _, advantages, *_), _ in used if new.dim() == 3]  # the calls for the log
+    for i, m in enumerate(metrics[1:]):
+        ((*_, mask), old), (_, sampled) = passes[2 * i : 2 * i + 2]
+        weights = (old - sampled).exp().clamp(max=1.1)
+        assert torch.allclose(whole[i], torch.where(mask, plain[i][1][:, None] * weights, 0), atol=1e-6)
+        assert m["rollout/weight_mean"] == pytest.approx(weights[mask].mean().item(), abs=1e-5)
+        assert (weights[mask] == 1).all() == (i == 0) and (weights.max() > 1.09) == (i > 0)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_one_step_off_resumes_with_the_older_weights(lora_rank, train):
+    whole = resumed(train, "one_step_off", 2, total_iterations=3, save_every=2, lora_rank=lora_rank)
+    assert whole[3]["rollout/weight_mean"] != 1
+
+
+def test_bypass_takes_the_samplers_log_probs_or_weighs_the_losses(variant, train, monkeypatch, spy):
+    """Half of the tokens are claimed to be less likely by 0.008."""
+    algo = variant("bypass")
+    old = torch.tensor([[0.5, -0.5, 1.5, torch.nan], [-3.0, 0.1, 0.0, 50.0]])
+    mask = torch.tensor([[True, True, True, False], [True] * 4])
+    for level, cap, logs in (
+        ("token", 2.0, [[0.5, -0.5, math.log(2), -math.inf], [-3, 0.1, 0, math.log(2)]]),
+        ("sequence", 1e30, [[1.5, 1.5, 1.5, -math.inf], [20.0] * 4]),  # clamped at 20
+    ):
+        assert torch.allclose(algo.rollout_weights(old, torch.zeros(2, 4), mask, level, cap), torch.tensor(logs).exp())
+    told_otherwise(algo, monkeypatch, [0.008] * 12, [0] * 12)
+    flags = {"total_iterations": 1, "temperature": 0.9, "kl_reward_coef": 0.0}
+    corrected = {"old_logprobs": "corrected"}
+    cases = ({}, 1), (corrected, math.exp(0.008)), (corrected | {"is_level": "sequence"}, math.exp(0.096))
+    found = [train("bypass", **flags | own)[1] for own, _ in cases]
+    for m, (_, weight) in zip(found, cases):
+        assert m["rollout/weight_mean"] == pytest.approx((1 + weight) / 2, rel=1e-5)
+        assert m["rollout/ess"] == pytest.approx(((1 + weight) / 2) ** 2 / ((1 + weight**2) / 2), rel=1e-5)
+        assert m["rollout/logprob_diff"] == pytest.approx(0.004, rel=1e-3)
+    (plain,) = train("bypass", on=script_of("bypass"), **flags)[1:]
+    norms = [m["actor/grad_norm"] for m in [*found, plain]]
+    assert (
+        found[0]["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.008)) / 2) and found[1]["actor/ratio_mean"] == 1
+    )
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5) != pytest.approx(norms[3], rel=1e-4)
+
+
+def test_top_p_cuts_the_tail_in_training_only(variant, train):
+    probs, uniforms = torch.tensor([0.15, 0.4, 0.05, 0.3, 0.1]), (torch.arange(1000) + 0.5) / 1000
+    cases = [(0.69, 0, [1, 3]), (0.71, 0, [0, 1, 3]), (0.01, 0, [1]), (1.0, 2, [1, 3]), (1.0, 99, [0, 1, 2, 3, 4])]
+    cases += [(0.5, 3, [1, 3]), (0.45, 3, [1])]  # of the three that are left 0.47 is not enough
+    for top_p, top_k, kept in cases:
+        tokens, logprobs = variant("top_p").sample_tokens(
+            probs.log().expand(1000, 5), uniforms.double(), 1.0, top_p, top_k
+        )
+        expected = torch.zeros(5).index_copy(0, torch.tensor(kept), probs[kept] / probs[kept].sum())
+        assert torch.allclose(torch.bincount(tokens, minlength=5) / 1000, expected, atol=2e-3), (top_p, top_k)
+        assert torch.allclose(logprobs.exp(), expected[tokens], atol=1e-5)  # those of what is sampled from
+    flags = {"eval_rows": 5, "total_iterations": 1, "max_response_length": 16}
+    whole, cut = (untimed(train("top_p", **flags, top_p=top_p)) for top_p in (1.0, 0.6))
+    assert whole[0] == cut[0] and whole[1]["rollout/logprob_diff"] < 1e-5 < 0.05 < cut[1]["rollout/logprob_diff"] < 1
+
+
+def test_pass_at_k_is_the_expected_best_of_k_and_a_vote(variant, train, tmp_path):
+    """Against all choices of k samples; and of a run, each line of its completions."""
+    algo = variant("pass_at_k")
+
+    def best(scores, k):
+        return torch.stack([scores[:, list(choice)].amax(1) for choice in itertools.combinations(range(6), k)]).mean(0)
+
+    def vote(texts, scores):
+        return algo.majority_score([{"response": text, "score": score} for text, score in zip(texts, scores)])
+
+    scores = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    assert all(torch.allclose(algo.best_of(scores, k), best(scores, k), atol=1e-5) for k in range(1, 7))
+    assert vote(["so #### 1,234", "#### 7", "well #### 1234.0", "#### $1234"], [1.0, 0.0, 1.0, 1.0]) == 1
+    assert vote(["#### 8", "#### 7", "#### 7", "#### 8"], [1.0, 0.0, 0.0, 1.0]) == 1  # of two the first
+    assert vote(["b", "a", "a", "#### 7"], [0.0, 0.5, 0.5, 1.0]) == 0.5  # no numbers: texts
+    (_, m) = train("pass_at_k", eval_rows=5, eval_samples=6, total_iterations=1, run_name="run")
+    rows = read_rows(tmp_path / "run" / "completions" / "eval_sampled_000001.jsonl")
+    groups = [[row for row in rows if row["prompt"] == prompt] for prompt in sorted({row["prompt"] for row in rows})]
+    assert len(groups) == 5 and all(len({row["response"] for row in group}) > 3 for group in groups)
+    scores = torch.tensor([[row["score"] for row in group] for group in groups])
+    assert m["eval/score_sampled"] == pytest.approx(scores.mean().item(), abs=1e-6)
+    assert m["eval/pass@2"] == pytest.approx(best(scores, 2).mean().item(), abs=1e-6) and "eval/pass@8" not in m
+
+
+# --- engines
+
+
+@pytest.mark.parametrize("flags", [{}, {"lora_rank": 2, "gradient_checkpointing": True}], ids=["whole", "lora"])
+def test_paged_samples_with_the_weights_of_the_moment(train, variant, flags, spy):
+    models = spy(variant("paged"), "load_model")  # the policy comes first
+    metrics = train("paged", lr=0.02, **flags)
+    assert max(column(metrics, "rollout/logprob_diff")) < 1e-6 and abs(metrics[3]["kl/mean"]) > 1e-4
+    model = models[0][1]  # nothing of the engine is left for the update
+    assert model.config._attn_implementation == "sdpa" and model.training
+    assert not any("_run_generation_loop" in thread.name for thread in threading.enumerate())
+
+
+def test_paged_has_the_greedy_answers_of_generate(train, tmp_path):
+    """Also where prompts are read in pieces, and responses take the places of those that have ended."""
+    flags = {"eval_rows": 5, "total_iterations": 0, "microbatch_tokens": 16, "rollout_batch_size": 2}
+    for name, on in ("paged", None), ("plain", script_of("paged")):
+        train("paged", run_name=name, on=on, **flags)
+    paged, plain = (read_rows(tmp_path / name / "completions/eval_000000.jsonl") for name in ("paged", "plain"))
+    assert paged == plain and len(plain) == 5
+
+
+def test_paged_has_our_precision_and_its_errors_end_the_run(train, monkeypatch):
+    """It runs in a thread of its own, where autocast has to be switched on again."""
+    flags = {"dtype": "bfloat16", "total_iterations": 1, "batch_size": 16, "minibatch_size": 64}
+    (ours,), (plain,) = (
+        column(train("paged", on=on, **flags), "rollout/logprob_diff") for on in (None, script_of("paged"))
+    )
+    assert 1e-5 < ours < 2 * plain
+    monkeypatch.setattr(ModelRunner, "_sample", lambda *_: 1 / 0)
+    assert refusal(lambda: train("paged")) == "error: the engine: division by zero"
+
+
+class Engine:
+    """In place of vLLM's: answers with the weights it was last given, and claims log-probs that are lower by 0.005."""
+
+    def __init__(self, name, **options):
+        self.model, self.llm_engine = AutoModelForCausalLM.from_pretrained(name), mock.Mock()
+        self.model.apply(self.model._init_weights)  # of load_format="dummy"
+
+    def collective_rpc(self, method, kwargs):
+        assert method == "reload_weights" and not self.model.load_state_dict(dict(kwargs["weights_iterator"]))[1]
+
+    def reset_prefix_cache(self):
+        pass
+
+    def generate(self, prompts, params, use_tqdm):
+        for prompt, own in zip(prompts, params):
+            noise = torch.rand(1, own.max_tokens, generator=torch.Generator().manual_seed(own.seed))
+            rows = [prompt.prompt_token_ids], noise, own.stop_token_ids, own.temperature
+            (response,) = sys.modules["vllm_llm"].generate(self.model, *rows)
+            logprobs = [{i: SimpleNamespace(logprob=x - 0.005)} for i, x in zip(response.ids, response.logprobs)]
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=response.ids, logprobs=logprobs)])
+
+
+def test_vllm_gets_the_newest_weights_and_is_corrected_for(variant, train, monkeypatch):
+    """With an engine of our own; the real one: test_vllm.py."""
+    fake = SimpleNamespace(LLM=Engine, SamplingParams=SimpleNamespace, TokensPrompt=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    for cap, weight in (2.0, math.exp(0.005)), (1.0, 1.0):
+        metrics = train("vllm", lr=0.02, is_cap=cap)
+        assert column(metrics, "rollout/logprob_diff") == pytest.approx([0.005] * 3, rel=1e-3)
+        assert column(metrics, "rollout/weight_mean") == pytest.approx([weight] * 3) and metrics[3]["kl/mean"] > 1e-4
+
+
+# --- speed, memory and precision
+
+
+def test_shared_prompt_gives_the_same_gradients(variant, folder):
+    """In rows of a prompt and all its responses; two prompts are equal but for the last token."""
+    algo, plain = variant("shared_prompt"), load_script(ROOT / "grpo_llm.py")
+    stream = torch.Generator().manual_seed(3)
+    draw = lambda n: torch.randint(3, 40, (n,), generator=stream).tolist()  # noqa: E731
+    prompts = [draw(n) for n in (7, 7, 1, 12)]
+    prompts[1][:6] = prompts[0][:6]
+    rows = [{"input_ids": prompt} for prompt in prompts for _ in range(4)]
+    responses = [plain.Response(draw(n), [0.0] * n, False) for n in (1, 5, 9, 3) * 4]
+    tokens, mask, _, _ = plain.to_batch(rows, responses, "cpu")
+    found = []
+    for script in plain, algo:
+        model, widths = AutoModelForCausalLM.from_pretrained(folder / "model"), []
+        model.base_model.register_forward_pre_hook(lambda _, args, w=widths: w.extend(x.shape for x in args))
+        logprobs, entropy = script.Policy(model, 0.9)(tokens, mask)
+        ((logprobs * torch.arange(21)).sum() + entropy.sum()).backward()
+        found.append((widths[0], [logprobs.detach(), entropy.detach(), *(p.grad for p in model.parameters())]))
+    (wide, theirs), (narrow, ours) = found
+    assert wide == (16, 21) and narrow == (4, 12 + 14)  # the last token of a response is no state
+    assert all((a - b).abs().max() <= 1e-6 * max(1, b.abs().max()) for a, b in zip(ours, theirs, strict=True))
+    window = SimpleNamespace(config=MistralConfig(sliding_window=4))  # there, siblings would read each other
+    assert "needs full attention in every layer" in refusal(lambda: algo.Policy(window, 1.0))
+
+
+def test_fp16_has_the_gradients_of_float32(train):
+    kinds = "float16", "float32", "bfloat16"
+    half, whole, bfloat = (train("fp16", dtype=dtype, total_iterations=1)[1] for dtype in kinds)
+    assert half["actor/grad_norm"] == pytest.approx(whole["actor/grad_norm"], rel=0.05) != whole["actor/grad_norm"]
+    assert half["loss_scale"] == 2.0**16 and whole["loss_scale"] == 1 and half["overflows"] == 0
+    assert 1e-6 < half["rollout/logprob_diff"] < bfloat["rollout/logprob_diff"] / 2
+
+
+def test_fp16_leaves_out_steps_that_overflow_and_resumes(train, monkeypatch):
+    """With a first scale of 2**36, nothing is learned until it has come down. A scale of 1 is the end."""
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(scaler, init_scale=2.0**36))
+    metrics = resumed(train, "fp16", 4, total_iterations=8, save_every=4)
+    overflows = column(metrics, "overflows")
+    assert overflows[0] == 2 and metrics[1]["actor/grad_norm"] == 0 and overflows[-1] == overflows[-2]
+    assert column(metrics, "loss_scale") == [2.0 ** (36 - n) for n in overflows]
+    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(scaler, init_scale=1.0))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(math.nan))
+    assert "the gradient norm of the policy is nan" in refusal(lambda: train("fp16"))
+
+
+def test_fp16_stops_a_step_on_both_ranks_if_one_overflows(folder, tmp_path):
+    """The first gradient of rank 1 is infinite before they are summed."""
+    place = "        trained_model, optimizer = trainees[name]\n"
+    infinite = '        if rank == 1 and state["iteration"] == 1 and not actor_norms:\n'
+    infinite += "            next(iter(trained_parameters(trained_model).values())).grad[0] = math.inf\n"
+    text = variants.patched("fp16")
+    assert text.count(place) == 1
+    flags = flags_of(folder, "fp16", total_iterations=2)
+    found = train_by_two({"fp16": text.replace(place, place + infinite)}, {"fp16": flags}, tmp_path)
+    assert [(m["overflows"], m["loss_scale"]) for m in found["fp16"][1:]] == [(1, 2.0**15)] * 2
+    assert found["fp16"][2]["actor/grad_norm"] > 0 and math.isfinite(found["fp16"][2]["kl/mean"])
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_lora_bf16_is_the_same_bit_for_bit(rank, variant, train, spy):
+    """Log-probs, values and gradients; without LoRA the reference is what is frozen."""
+    found = []
+    for algo in load_script(script_of("lora_bf16")), variant("lora_bf16"):
+        passes, modules = spy(algo, "forward_all"), spy(algo.Policy, "__init__", lambda policy, model, *_: model)
+        gradients = spy(algo, "sum_gradients", lambda parameters: [p.grad.clone() for p in parameters])
+        metrics = train("lora_bf16", on=algo.__file__, lora_rank=rank, total_iterations=2)
+        outputs = [*(output for _, output in passes), *itertools.chain(*gradients)]
+        found.append((outputs, untimed(metrics), modules[-1]))  # the reference comes last
+    (theirs, plain, before), (ours, changed, after) = found
+    assert len(ours) > 10 and all(map(torch.equal, ours, theirs)) and plain == changed
+    assert {p.dtype for p in before.parameters()} == {torch.float32}
+    for name, p in after.named_parameters():
+        cast = not p.requires_grad and p.ndim == 2 and p is not after.get_input_embeddings().weight
+        assert p.dtype == (torch.bfloat16 if cast else torch.float32), name
