@@ -17,34 +17,17 @@ FILES = ROOT / "notes" / "variants"
 sys.path.insert(0, str(FILES))
 NAMES = variants.names()
 SOME_END = {"temperature": 5.0, "max_response_length": 32}  # about half of the responses: EOS is one of 46 tokens
-# A reward that a random model gets signal from, others, and an environment.
+# Rewards that a random model gets signal from.
 TOY = f"""{TOY_REWARD}
-
 def binary(prompts, responses, answers):
     return [float(bool(r) and r[0] < "5") for r in responses]
-
 
 def letters(prompts, responses, answers):
     return {{"early": [sum(c < "m" for c in r) / 9 for r in responses], "size": [len(r) / 99 for r in responses]}}
 
-
 def pieces(prompts, responses, answers, truncated):
-    return {{
-        "pieces": [[(i + 1, 0.1) for i, c in enumerate(r) if c < "m"] for r in responses],
-        "cut": [-0.5 * cut for cut in truncated],
-    }}
-
-
-class Echo:
-    def reset(self, **row):
-        self.heard = []
-
-    def step(self, text):
-        self.heard.append(text)
-        return f"{{len(self.heard)}}-" if len(self.heard) < 4 else None
-
-    def get_reward(self):
-        return sum(c < "m" for text in self.heard for c in text) / 10
+    found = [[(i + 1, 0.1) for i, c in enumerate(r) if c < "m"] for r in responses]
+    return {{"pieces": found, "cut": [-0.5 * cut for cut in truncated]}}
 """
 
 
@@ -110,7 +93,7 @@ OWN_FLAGS = {
     "lora_bf16": {"lora_rank": 2, "dtype": "bfloat16"},
     "mask_truncated": SOME_END,  # or no response ends, and nothing trains
     "fp16": {"dtype": "float16"},
-    "environment": {"environment": "toy.py:Echo", "reward": "environment", "max_response_length": 24},
+    "environment": {"environment": f"{FILES}/guess.py:GuessInText", "reward": "environment", "max_response_length": 24},
 }
 
 
@@ -126,8 +109,6 @@ def flags_of(folder, *names, **changes):
     flags |= changes
     if f"def {flags['reward']}(" in TOY:
         flags["reward"] = f"{folder}/toy.py:{flags['reward']}"
-    if "environment" in flags:
-        flags["environment"] = str(folder / flags["environment"])  # which leaves a whole path as it is
     return flags
 
 
@@ -227,8 +208,8 @@ def test_variants_stack(folder):
     check_metrics(train_by_two(texts, flags, folder))
 
 
-# Those whose change crosses ranks, or deals out rows anew, and how far their metrics may be apart. A run of five test
-# rows gives the second process fewer; of one it has none.
+# Those whose change crosses ranks, or deals out rows anew, and how far their metrics may be apart. Of one test row the
+# second process has none.
 BY_TWO = [
     ("dapo", 2e-3, {"reward": "binary", "max_draws": 8}),
     ("adaptive_kl", 2e-3, {"kl_reward_coef": 0.5, "kl_target": 1e-4, "kl_horizon": 20.0, "lr": 1e-2}),
@@ -236,8 +217,6 @@ BY_TWO = [
     ("replay", 2e-3, {"reward": "binary"}),
     ("multi_reward", 2e-3, {"eval_rows": 1, "eval_every": 1}),
     ("pass_at_k", 1e-5, {"eval_rows": 1, "eval_samples": 3}),
-    ("pass_at_k", 1e-5, {"eval_rows": 5, "eval_samples": 3}),
-    ("environment", 2e-3, {"eval_rows": 5}),
     ("cov", 1e-5, {"cov_share": 0.1}),
     ("entropy_tokens", 1e-5, {}),
     ("icepop", 1e-5, {}),
@@ -248,12 +227,12 @@ BY_TWO = [
 SHARDED = "dapo", "target_kl", "pass_at_k", "entropy_tokens", "mask_truncated"
 
 
+CASES = [(*case, "replicated") for case in BY_TWO] + [(*case, "sharded") for case in BY_TWO if case[0] in SHARDED]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["replicated", "sharded"])
-@pytest.mark.parametrize("name, rel, flags", BY_TWO)
+@pytest.mark.parametrize("name, rel, flags, kind", CASES)
 def test_two_processes_log_the_same_numbers_as_one(name, rel, flags, kind, train, folder, tmp_path):
-    if kind == "sharded" and name not in SHARDED:
-        pytest.skip("few are tried sharded")
     text = sharded(name, tmp_path)[0] if kind == "sharded" else variants.patched(name)
     ones = untimed(train(name, **flags, run_name="one"))
     twos = untimed(train_by_two({name: text}, {name: flags_of(folder, name, **flags)}, tmp_path)[name])
@@ -322,7 +301,7 @@ def test_reward_model_scores_as_row_by_row(template, asked, tmp_path, monkeypatc
     monkeypatch.setattr(rewards, "NAME", name)
     rewards.load.cache_clear()
     texts = ["", "a", "ab c", "one two three four", "what is it?", "x" * 33, "then<pad>", "then<eos>", "a"]
-    columns = {"prompts": ["ask"] * 9, "responses": texts, "answers": [None] * 9}
+    columns = {"prompts": ["ask"] * 9, "responses": texts, "answers": texts}
     columns["messages"] = [[{"role": "user", "content": "ask"}]] * 9
     model = AutoModelForSequenceClassification.from_pretrained(name).eval()
     rows = [torch.tensor([tokenizer(asked.format(text))["input_ids"]]) for text in texts]
@@ -330,7 +309,5 @@ def test_reward_model_scores_as_row_by_row(template, asked, tmp_path, monkeypatc
     found = rewards.reward_model(**columns)
     assert found == pytest.approx(expected, abs=1e-5) and found[1] == found[-1] and max(found) - min(found) > 0.1
     rewards.use_bfloat16(rewards.load()[0], "cpu")
-    near = rewards.reward_model(**columns)
-    assert (
-        1e-5 < max(abs(a - b) for a, b in zip(near, expected)) < 0.1 and torch.tensor(near).bfloat16().tolist() != near
-    )
+    near = torch.tensor(rewards.reward_model(**columns))
+    assert 1e-5 < (near - torch.tensor(expected)).abs().max() < 0.1 and not near.bfloat16().float().equal(near)
