@@ -251,16 +251,16 @@ def test_a_sampler_that_disagrees_is_refused(name, variant, train, monkeypatch, 
     assert not steps
 
 
-# ------------------------------------------------------------------------------------ files that need no patch
-
-
 def test_cispo_as_a_file_has_the_loss_of_the_patch(variant, monkeypatch):
     grpo = load_script(ROOT / "grpo_llm.py")
     monkeypatch.setattr(grpo, "policy_loss", grpo.policy_loss)  # put back afterwards: importing the file replaces it
     load_script(FILES / "cispo.py")
-    batch, flags = torch.randn(3, 4, 6), {"clip_low": 0.3, "clip_high": 0.4}
-    ours, theirs = (losses_of(algo, *batch, **flags) for algo in (grpo, variant("cispo")))
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    new, old, advantages = torch.randn(3, 4, 6)
+    found = []
+    for algo in grpo, variant("cispo"):
+        losses, clipped = losses_of(algo, new.requires_grad_(), old, advantages, clip_low=0.3, clip_high=0.4)
+        found.append((losses, clipped, *torch.autograd.grad(losses.sum(), new)))
+    assert all(map(torch.equal, *found))
 
 
 def test_judge_sums_the_log_probs_of_yes_after_the_rubric(folder, monkeypatch):
