@@ -221,9 +221,6 @@ def test_kl_gradient_has_the_value_of_one_kind_and_the_gradient_of_the_kl(varian
     assert mean(f"{kind}+") == mean(kind) and torch.equal(kl_penalty(logprobs, ref, "abs"), (logprobs - ref).abs())
 
 
-# --- the advantage
-
-
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_maxrl_climbs_the_logarithm_of_the_chance(size, variant):
     """2602.02710, eq. 6: over all groups, the mean gradient is that of -sum (1-p)^k/k, k < G; REINFORCE's is p's."""

@@ -203,7 +203,7 @@ def column(metrics, name):
     return [m[name] for m in metrics[1:]]
 
 
-# --- sampling
+# --- sampling, and engines
 
 
 def test_one_step_off_samples_with_older_weights_and_corrects_for_it(variant, train, spy):
@@ -283,9 +283,6 @@ def test_pass_at_k_is_the_expected_best_of_k_and_a_vote(variant, train, tmp_path
     scores = torch.tensor([[row["score"] for row in group] for group in groups])
     assert m["eval/score_sampled"] == pytest.approx(scores.mean().item(), abs=1e-6)
     assert m["eval/pass@2"] == pytest.approx(best(scores, 2).mean().item(), abs=1e-6) and "eval/pass@8" not in m
-
-
-# --- engines
 
 
 @pytest.mark.parametrize("flags", [{}, pytest.param({"lora_rank": 2}, marks=pytest.mark.slow)], ids=["whole", "lora"])
