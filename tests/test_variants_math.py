@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 F = torch.float64
 ONE_PASS = {"minibatch_size": 16, "microbatch_tokens": 10**6, "total_iterations": 1, "kl_loss_coef": 0.0}
 
-RATIOS = [0.05, 0.75, 1.0, 1.3, 3.1]
+RATIOS = [0.05, 0.75, 1.0, 1.3, 6.0]
 # Variant, flags, the gradient of a token by its log-prob where A = 2 and where A = -2, by ratio: a multiple of -A.
 BY_HAND = [
     ("cispo", {"clip_low": 0.3, "clip_high": 0.4}, [0.7, 0.75, 1, 1.3, 1.4], [0.7, 0.75, 1, 1.3, 1.4]),
