@@ -1,0 +1,429 @@
+"""Variants of the loss, the KL, the advantage, and of what counts: each does what its head says."""
+
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+from conftest import make_model, read_rows
+from ranks import load_script
+from test_variants import ROOT, SOME_END, folder, losses_of, resumed, told_otherwise, train, variant  # noqa: F401
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+# ruff: noqa: F811 (fixtures)
+
+F = torch.float64
+ONE_PASS = {"minibatch_size": 16, "microbatch_tokens": 10**6, "total_iterations": 1, "kl_loss_coef": 0.0}
+
+RATIOS = [0.05, 0.75, 1.0, 1.3, 6.0]
+# Variant, flags, the gradient of a token by its log-prob where A = 2 and where A = -2, by ratio: a multiple of -A.
+BY_HAND = [
+    ("cispo", {"clip_low": 0.3, "clip_high": 0.4}, [0.7, 0.75, 1, 1.3, 1.4], [0.7, 0.75, 1, 1.3, 1.4]),
+    ("dual_clip", {"dual_clip": 3.0}, [0.05, 0.75, 1, 0, 0], [0, 0, 1, 1.3, 0]),
+    ("plain_pg", {}, [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]),
+    # 2511.20347: ratio * sech^2(tau/2 * (ratio - 1)), with a tau of 1 and of 1.05
+    ("sapo", {}, *([r / math.cosh(tau / 2 * (r - 1)) ** 2 for r in RATIOS] for tau in (1.0, 1.05))),
+]
+
+
+@pytest.mark.parametrize("name, flags, up, down", BY_HAND)
+def test_the_gradient_of_a_token(name, flags, up, down, variant):
+    new = torch.tensor([RATIOS, RATIOS], dtype=F).log().requires_grad_()
+    advantages = torch.tensor([[2.0], [-2.0]], dtype=F).expand(2, 5)
+    losses, clipped = losses_of(variant(name), new, torch.zeros_like(new), advantages, **flags)
+    (slopes,) = torch.autograd.grad(losses.sum(), new)
+    weights = torch.tensor([up, down], dtype=F)
+    assert torch.allclose(slopes, -advantages * weights)
+    if name != "plain_pg":  # which logs that nothing is clipped
+        assert torch.equal(clipped > 1e-9, (weights - new.exp()).abs() > 1e-9)
+
+
+def test_gspo_clips_whole_responses(variant):
+    """2507.18071, eq. 5 and 7. The geometric means of the ratios are e^.02 and e^.04; the clip is at 1.03."""
+    new = torch.tensor([[0.05, -0.01, 9.0], [0.0, 0.08, 0.04]], dtype=F).requires_grad_()
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    algo = variant("gspo")
+    args = algo.Args(model="m", clip_low=0.02, clip_high=0.03)
+    losses, clipped = algo.policy_loss(new, torch.zeros_like(new), torch.full_like(new, 2.0), mask, args)
+    loss = algo.aggregate(losses, mask, args.loss_agg, 5, 2, 3)
+    (slopes,) = torch.autograd.grad(loss, new)
+    each = -2 * math.exp(0.02) / 2 / 2  # of two tokens in one of two responses
+    assert torch.allclose(slopes, torch.tensor([[each, each, 0], [0, 0, 0]], dtype=F))
+    assert clipped.tolist() == [[False] * 3, [True] * 3]
+
+
+# Before, after, advantage; whether DPPO blocks by |p - p_old| > .15, and by the KL of two outcomes > .12.
+MOVES = [
+    (1e-4, 1e-3, 1, False, False),  # rare: ten times as likely and still rare, which PPO would clip
+    (0.80, 0.96, 1, True, True),  # likely: PPO would let a ratio of 1.2 pass. .8*ln(.8/.96) + .2*ln(.2/.04) = .18
+    (0.96, 0.80, -1, True, False),  # .96*ln(.96/.8) + .04*ln(.04/.2) = .11
+    (0.80, 0.96, -1, False, False),  # towards where it was
+    (0.60, 0.30, -1, True, True),
+    (1.00, 0.50, -1, True, True),  # of a log-prob of 0 in float32
+]
+
+
+@pytest.mark.parametrize("divergence, delta, column", [("tv", 0.15, 3), ("kl", 0.12, 4)])
+def test_dppo_blocks_by_probability_around_the_sampler(divergence, delta, column, variant, train, monkeypatch):
+    """2602.04879, section 4."""
+    old, new, advantages = torch.tensor([move[:3] for move in MOVES], dtype=F).T
+    logprobs, blocks = new.log().requires_grad_(), torch.tensor([move[column] for move in MOVES])
+    flags = {"divergence": divergence, "delta": delta}
+    losses, blocked = losses_of(variant("dppo"), logprobs, old.log(), advantages, **flags)
+    (slopes,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert torch.equal(blocked, blocks)
+    assert torch.allclose(slopes, torch.where(blocks, 0, -advantages * new / old))
+    told_otherwise(variant("dppo"), monkeypatch, [0.008] * 12)  # the ratio of the first step has that in it
+    assert train("dppo", total_iterations=1, lr=0.0)[1]["actor/ratio_mean"] == pytest.approx(math.exp(0.008))
+
+
+def test_icepop_weighs_tokens_within_a_band(variant, train, monkeypatch, spy):
+    """2510.18855, eq. 1. The sampler claims 4% too little and too much for a token each, 2% too little for one."""
+    algo = variant("icepop")
+    told_otherwise(algo, monkeypatch, [0.0, 0.04, -0.04, 0.02] + [0.0] * 8)
+    plain, used = spy(algo, "group_advantages"), spy(algo, "policy_loss")
+    metrics = train("icepop", **ONE_PASS, is_low=0.97, is_high=1.03)[1]
+    (_, _, weighted, mask, _), _ = used[-1]  # the last call is for the log: the whole batch
+    weights = torch.tensor([1, 0, 0, math.exp(0.02)] + [1] * 8)
+    assert torch.allclose(weighted[mask[0]].view(16, 12), plain[0][1][:, None] * weights, rtol=1e-5)
+    assert metrics["rollout/zero_weight_frac"] == pytest.approx(2 / 12)
+    assert metrics["rollout/weight_mean"] == pytest.approx(weights.mean().item(), rel=1e-5)
+
+
+def test_icepop_leaves_bad_responses_behind(variant, train, monkeypatch, spy):
+    """2512.02556, eq. 9. By hand the log-prob has fallen by .6, .9, .9 and .3 per token of the mask."""
+    algo = variant("icepop")
+    logprobs = torch.tensor([[-1.9, -1.9, -1.0], [-1.9, -1.9, -1.9], [-1.9, -1.9, -1.9], [-1.9, -0.7, torch.nan]])
+    mask = torch.tensor([[True] * 3] * 3 + [[True, True, False]])
+    advantages = torch.tensor([[-1.0], [-1.0], [1.0], [-1.0]]).expand(4, 3)
+    for delta, rows in (0.5, [0, 1]), (0.2, [0, 1, 3]), (1.0, []):
+        found = algo.left_behind(logprobs, torch.full((4, 3), -1.0), advantages, mask, delta)
+        assert found.all(1).nonzero().flatten().tolist() == rows and torch.equal(found.all(1), found.any(1))
+    told_otherwise(algo, monkeypatch, [-0.008] * 12, [0.0] * 12)  # every other response was likelier, it says
+    plain, shares = spy(algo, "group_advantages"), spy(algo, "aggregate")
+    metrics = train("icepop", **ONE_PASS, lr=0.0, off_policy_delta=0.005)[1]
+    (_, advantages), ((losses, *_), _) = plain[0], shares[0]
+    left = (advantages[::2] < 0).sum().item()
+    assert 0 < left == (losses == 0).all(1).sum() < 8 and metrics["actor/off_policy_frac"] == left / 16
+
+
+@pytest.mark.parametrize("kind", ["kl", "clip"])
+def test_cov_holds_back_the_highest_covariances(kind, variant, train, spy):
+    """2505.22617, listing 1: there |log rho| is added to the loss, or the policy gradient is taken away."""
+    algo = variant("cov")
+    logprobs, signs = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]), torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
+    everywhere = torch.ones(2, 2, dtype=torch.bool)
+    covariance, threshold = algo.token_covariances(logprobs, signs, everywhere, 0.5)
+    assert covariance.tolist() == [[1.5, 0.5], [0.5, 1.5]] and threshold == pytest.approx(1.5 - 1e-5)
+    assert algo.token_covariances(logprobs, -signs, everywhere, 1.0)[1] == 0  # never one that raises the entropy
+    plain, used, shares = spy(algo, "group_advantages"), spy(algo, "policy_loss"), spy(algo, "aggregate")
+    train("cov", **ONE_PASS, ppo_epochs=2, lr=1e-2, cov=kind, cov_share=0.1, cov_kl_coef=0.7)
+    (new, old, given, mask, _), losses = used[1]  # of the second epoch
+    extra = (shares[1][0][0] - losses[0])[mask]
+    if kind == "kl":
+        covariance, threshold = algo.token_covariances(old, given, mask, 0.1)
+        penalty = 0.7 * (covariance > threshold) * (new - old).abs()
+        assert torch.allclose(extra, penalty[mask], atol=1e-6) and penalty.count_nonzero() > 0.09 * mask.sum()
+    else:
+        (_, old, given, actions, _), _ = used[-1]  # for the log: the whole batch
+        whole = torch.where(actions[0], plain[0][1][:, None], 0)
+        covariance, threshold = algo.token_covariances(old, whole, actions[0], 0.1)
+        assert torch.equal(given, torch.where(covariance > threshold, 0, whole)) and not extra.any()
+
+
+def test_entropy_tokens_gives_the_others_no_advantage(variant, train, spy):
+    """One threshold for the batch; a token that is left out counts in the denominators all the same."""
+    algo = variant("entropy_tokens")
+    by_hand = torch.tensor([0.1, 0.9, 0.5, 0.5 + 1e-6, 0.5 - 1e-6, 0.3, 0.2, 0.0, 0.0, 0.0])
+    chosen = [int((by_hand >= algo.entropy_threshold(by_hand, share)).sum()) for share in (0.0, 0.12, 0.3, 0.5, 1.0)]
+    assert chosen == [1, 4, 4, 5, 10]  # equal ones are chosen together
+    passes, found = spy(algo.Policy, "forward"), spy(algo, "entropy_threshold")
+    used, shares = spy(algo, "policy_loss"), spy(algo, "aggregate")
+    train("entropy_tokens", **ONE_PASS, entropy_share=0.3)
+    (((entropy, _), threshold),) = found
+    (_, _, advantages, mask, _), _ = used[-1]
+    assert torch.equal(advantages[mask[0]] != 0, entropy >= threshold)
+    assert 0.3 <= (entropy >= threshold).float().mean() < 0.4
+    (_, _, actions), (_, entropies) = passes[0]
+    assert torch.equal(entropy.sort().values, entropies[actions].sort().values)
+    (_, trained, _, num_tokens, *_), _ = shares[0]
+    assert trained.sum() == num_tokens == len(entropy)
+
+
+def test_value_clip_pushes_no_value_far(variant, train, spy):
+    """Old value 0, clip 0.2: beyond it a value is still pulled back, but pushed no further, neither up nor down."""
+    algo = variant("value_clip")
+    returns = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.1, -1.0])
+    new = torch.tensor([0.1, 0.5, -0.5, 1.5, 0.3, -0.5]).requires_grad_()
+    losses = algo.value_loss(new, torch.zeros(6), returns, 0.2)
+    (slopes,) = torch.autograd.grad(losses.sum(), new)
+    assert torch.allclose(losses, torch.tensor([0.81, 0.64, 2.25, 0.64, 0.04, 0.64]) / 2)
+    assert torch.allclose(slopes, torch.tensor([-0.9, 0, -1.5, 0, 0.2, 0]))
+    calls = spy(algo, "value_loss")
+    train("value_clip", ppo_epochs=2, microbatch_tokens=10_000, total_iterations=1)
+    ((first, old, *_), _), ((second, same, *_), _) = calls
+    assert torch.equal(old, same) and torch.equal(first, old) and not torch.equal(second, old)  # those of the rollout
+
+
+def test_target_kl_leaves_out_a_step_and_all_later_ones(variant, train, spy):
+    steps = spy(torch.optim.AdamW, "step", lambda optimizer, *_: optimizer.param_groups[0]["params"])
+    shares = spy(variant("target_kl"), "aggregate")
+    flags = {"batch_size": 16, "minibatch_size": 4, "microbatch_tokens": 10_000, "ppo_epochs": 2, "total_iterations": 1}
+    assert train("target_kl", **flags, target_kl=1e9)[1]["actor/steps"] == 8 and len(steps) == 16
+    # The first step changes nothing before it is taken, so its KL is 0. Every later minibatch has one.
+    stopped = train("target_kl", **flags, target_kl=1e-9)[1]
+    assert stopped["actor/steps"] == 1 and len(steps) == 16 + 1 + 8 and len(shares) == 16 + 2 + 8  # the critic goes on
+    assert stopped["actor/loss"] == shares[16][1].item() and stopped["actor/approx_kl"] > 0
+    assert all(p.grad is None for p in steps[16])  # of the minibatch that was left out nothing goes on
+
+
+def test_anneal_lets_both_learning_rates_fall(variant, train, spy):
+    schedule = variant("anneal").schedule
+    cosine = [schedule("cosine", i, 4, 0) for i in range(1, 5)]
+    assert cosine == pytest.approx([1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2])
+    rates = spy(torch.optim.AdamW, "step", lambda optimizer, *_: optimizer.param_groups[0]["lr"])
+    metrics = train("anneal", total_iterations=6, warmup_iterations=2, lr=1e-3, critic_lr=2e-3)
+    factors = [0.5, 1, 1, 0.75, 0.5, 0.25]  # the last iteration still trains
+    assert rates[::2] == pytest.approx([1e-3 * x for x in factors]) == [m["actor/lr"] for m in metrics[1:]]
+    assert rates[1::2] == pytest.approx([2e-3 * x for x in factors])
+
+
+def test_adaptive_kl_follows_its_target_and_resumes(variant, train):
+    controller, found = variant("adaptive_kl").AdaptiveKL(0.02, 0.05, 1000), []
+    for kl in (0.0, 0.05, 0.055, 0.5, -1.0):  # far below, on target, 10% above, far above, far below
+        controller.update(kl, 256)
+        found.append(round(controller.coef, 5))
+    assert found == [0.01898, 0.01898, 0.01946, 0.02046, 0.01941]
+    flags = {"kl_reward_coef": 0.5, "kl_target": 1e-4, "kl_horizon": 20.0, "critic_warmup_iterations": 1}
+    whole = resumed(train, "adaptive_kl", 3, **flags, total_iterations=4, save_every=3, lr=1e-2)
+    assert whole[1]["kl/coef"] == whole[2]["kl/coef"] == 0.5  # not steered while the actor does not move
+    for before, m in itertools.pairwise(whole[2:]):
+        error = max(-0.2, min(0.2, before["kl/mean"] / 1e-4 - 1))
+        assert m["kl/coef"] == before["kl/coef"] * (1 + error * 8 / 20) != before["kl/coef"]
+        taken = m["reward/mean"] - m["reward/total_mean"]  # it is this coefficient that the rewards have
+        assert taken / (m["kl/mean"] * m["response/length_mean"]) == pytest.approx(m["kl/coef"], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_kl_gradient_has_the_value_of_one_kind_and_the_gradient_of_the_kl(variant, kind):
+    """The mean under the policy of a token's gradient, against that of KL(pi || ref) itself."""
+    kl_penalty = variant("kl_gradient").kl_penalty
+    logits, ref = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=F)
+    logits.requires_grad_()
+    logprobs, ref = logits.log_softmax(-1), ref.log_softmax(-1)
+    kl = (logprobs.exp() * (logprobs - ref)).sum()
+    mean = lambda kind: (logprobs.exp().detach() * kl_penalty(logprobs, ref, kind)).sum()  # noqa: E731
+    right, plus, plain = [
+        torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (kl, mean(f"{kind}+"), mean(kind))
+    ]
+    assert torch.allclose(plus, right) and not torch.allclose(plain, right, rtol=0.1)
+    assert mean(f"{kind}+") == mean(kind) and torch.equal(kl_penalty(logprobs, ref, "abs"), (logprobs - ref).abs())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_maxrl_climbs_the_logarithm_of_the_chance(size, variant):
+    """2602.02710, eq. 6: over all groups, the mean gradient is that of -sum (1-p)^k/k, k < G; REINFORCE's is p's."""
+    group_advantages, p = variant("maxrl").group_advantages, 0.3
+    groups = torch.tensor(list(itertools.product([0.0, 1.0], repeat=size)), dtype=torch.float64)
+    chances = (p * groups + (1 - p) * (1 - groups)).prod(1)
+
+    def gradient(estimator):
+        advantages = group_advantages(groups.flatten(), size, estimator).view(groups.shape)
+        return (chances @ (advantages * (groups - p)).mean(1)).item()  # by the logit of p
+
+    assert gradient("maxrl") == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, size)) * p * (1 - p))
+    assert gradient("dr_grpo") == pytest.approx((size - 1) / size * p * (1 - p))
+
+
+def test_optimal_baseline_weighs_scores_by_lengths(variant, train, spy):
+    algo = variant("optimal_baseline")
+    scores, lengths = torch.tensor([1.0, 0, 0, 1, 1, 0]), torch.tensor([1, 3, 2, 2, 5, 5])
+    assert algo.group_advantages(scores, 2, "opo", lengths).tolist() == [0.75, -0.25, -0.5, 0.5, 0.5, -0.5]
+    calls = spy(algo, "group_advantages")
+    (m,) = train("optimal_baseline", minibatch_size=16, total_iterations=1, **SOME_END)[1:]
+    (((_, _, estimator, lengths), _),) = calls
+    assert estimator == "opo" and lengths.float().mean().item() == m["response/length_mean"] < 32
+
+
+# Of four groups of four, the first differs in one score, the second in the other, the third in both, the last in none.
+TABLED = """
+def tabled(prompts, responses, answers):
+    wide = [5.0, 5.0, 5.0, 5.0, 0.0, 90.0, 30.0, 0.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0]
+    narrow = [0.0, 0.0, 1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    return {"wide": wide, "narrow": narrow}
+"""
+
+
+@pytest.mark.parametrize("weights", [(), (2.0, 0.5)])
+def test_multi_reward_compares_each_part_then_sums(weights, variant, train, folder, spy):
+    """No range hides another: the third group, which differs in both, has the sum of what each alone would give."""
+    (folder / "tabled.py").write_text(TABLED)
+    losses = spy(variant("multi_reward"), "policy_loss")
+    flags = {"reward": f"{folder}/tabled.py:tabled", "reward_weights": weights, "total_iterations": 1}
+    metrics = train("multi_reward", **flags)
+    (_, _, advantages, *_), _ = losses[-1]  # of the whole batch, for the log: (B,L)
+    used = advantages.sum(1) / (advantages != 0).sum(1).clamp(min=1)
+    a, b = weights or (1.0, 1.0)
+    step, wide = 0.75**0.5, torch.tensor([-30.0, 60.0, 0.0, -30.0]) / 1800**0.5  # (score - mean) / std, by hand
+    narrow = torch.tensor([-step, -step, step, step])
+    expected = torch.cat([b * narrow, a * wide, (a + b) * narrow, torch.zeros(4)])
+    assert torch.allclose(used, expected / expected.std(), atol=1e-4)
+    assert metrics[1]["group/zero_std_frac"] == 0.25
+
+
+def test_multi_reward_weighs_evaluations_and_completions(train, tmp_path):
+    m = train("multi_reward", reward="letters", reward_weights=(2.0, -0.5), eval_rows=3, run_name="run")[3]
+    rows = read_rows(tmp_path / "run" / "completions" / "eval_sampled_000003.jsonl")
+    for row in rows:
+        text = row["response"]
+        assert row["parts"] == {"early": 2 * (sum(c < "m" for c in text) / 9), "size": -0.5 * (len(text) / 99)}
+    mean = statistics.mean(sum(row["parts"].values()) for row in rows)
+    assert m["eval/score_sampled"] == pytest.approx(mean, abs=1e-6)
+
+
+def test_process_reward_credits_the_token_that_ends_a_piece(variant, train, folder, spy):
+    algo = variant("process_reward")
+    texts = ["ab", "abc", "abc", "abcde", "abcde"]  # the third token is half a character or nothing, the last the EOS
+    assert algo.credit(texts, [(2, 1.0), (3, 2.0), (4, 0.5), (5, 0.25)]) == [1.0, 2.0, 0.0, 0.75, 0.0]
+    assert algo.credit(["a\ufffd", "a\ufffd", "aé"], [(2, 1.0)]) == [0, 0, 1.0]  # a character of three tokens
+    assert algo.credit(texts, 3) == [0, 0, 0, 0, 3.0]  # a number is the last token's, as ever
+    calls, batches = spy(algo, "gae"), spy(algo, "to_batch")
+    train("process_reward", total_iterations=1, kl_reward_coef=0.0)
+    (((rewards, _, mask, *_), _),), (((_, responses, _), _),) = calls, batches
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    for row, valid, response in zip(rewards, mask, responses):
+        expected = [0.1 * (i > 2 and tokenizer.decode([i]) < "m") for i in response.ids]
+        expected[-1] -= 0.5 * response.truncated
+        assert torch.allclose(row[valid], torch.tensor(expected), atol=1e-6)
+
+
+def test_vc_ppo_has_two_lambdas(train, variant, spy):
+    calls = spy(variant("vc_ppo"), "gae")
+    metrics = train("vc_ppo", total_iterations=2, kl_reward_coef=0.0, critic_warmup_iterations=1)
+    assert [args[4] for args, _ in calls] == [0.95, 1.0] * 2
+    assert "actor/loss" not in metrics[1] and "actor/loss" in metrics[2]  # pretraining of the values, then both
+    (rewards, _, mask, *_), (_, returns) = calls[1]
+    totals = torch.where(mask, rewards, 0).sum(1, keepdim=True)
+    assert torch.allclose(returns[mask], totals.expand_as(mask)[mask], atol=1e-5)  # Monte Carlo: the score everywhere
+
+
+def test_shared_critic_trains_one_model_by_both_losses(train, tmp_path, spy):
+    """The gradient is linear in --value-coef, in the backbone, too; the head has its own learning rate."""
+    train("shared_critic", critic_lr=1e-1, run_name="start")  # at its start the head is zero and passes no gradient on
+    seen = spy(torch.optim.AdamW, "step", lambda optimizer, *_: optimizer.param_groups)
+    gradients = spy(torch.nn.utils, "clip_grad_norm_", lambda weights, _: [p.grad.clone() for p in weights])
+    flags = {"model": f"{tmp_path}/start/final", "total_iterations": 1, "warmup_iterations": 2, "batch_size": 8}
+    for value_coef in (0.0, 1.0, 3.0):
+        train("shared_critic", **flags, value_coef=value_coef, lr=1e-3, critic_lr=1e-2)
+    for none, one, three in zip(*gradients, strict=True):
+        assert torch.allclose(three - none, 3 * (one - none), rtol=1e-3, atol=1e-5)
+    changed = [(one - none).abs().max() > 1e-6 for none, one, _ in zip(*gradients, strict=True)]
+    assert sum(changed) > 15 and [group["lr"] for group in seen[0]] == [5e-4, 5e-3]
+    assert [p.shape for p in seen[0][1]["params"]] == [(1, 32), (1,)]
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_shared_critic_saves_and_resumes_its_head(lora_rank, train, tmp_path):
+    """With LoRA, peft switches it off and transformers not on. `final` is a language model with a head beside it."""
+    flags = {"lora_rank": lora_rank, "total_iterations": 3, "save_every": 1, "lr": 1e-2, "critic_lr": 1e-2}
+    resumed(train, "shared_critic", 2, **flags)
+    files = [tmp_path / f"whole/checkpoints/step_00000{step}.pt" for step in (2, 3)]
+    weights = [torch.load(path, weights_only=True)["policy"][0] for path in files]
+    heads = [torch.cat([p.flatten() for name, p in found.items() if "score." in name]) for found in weights]
+    assert heads[0].numel() == 33 and (heads[0] != heads[1]).all()
+
+
+def test_distill_rewards_each_token_with_the_teachers_surprise(variant, train, folder, spy):
+    calls, used = spy(variant("distill"), "kl_penalty"), spy(variant("distill"), "policy_loss")
+    teacher = make_model(folder / "teacher", seed=7, hidden_size=48, num_attention_heads=4, head_dim=12)
+    metrics = train("distill", ref_model=teacher, total_iterations=12, lr=1e-2)
+    (student, other, kind), kl = calls[0]
+    assert kind == "k1" and torch.equal(kl, student - other) and kl.abs().max() > 0.1
+    (_, _, advantages, *_), _ = used[0]
+    assert {*advantages.flatten().tolist()} <= {*(-kl).flatten().tolist()}
+    assert metrics[-1]["kl/mean"] < 0.8 * metrics[1]["kl/mean"]  # it learns from its own samples
+
+
+def test_self_distill_rates_tokens_after_another_right_answer(variant, train, folder, spy):
+    """Against a pass of its own for each row, whose prompt is written out here; 0 where there is no solution."""
+    algo = variant("self_distill")
+    batches, used = spy(algo, "to_batch"), spy(algo, "policy_loss")
+    (m,) = train("self_distill", reward="binary", total_iterations=1, max_response_length=8)[1:]
+    ((rows, responses, _), (_, mask, *_)), _ = batches
+    (_, _, advantages, *_), _ = used[-1]  # the last call is for the log: the whole batch
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    texts = tokenizer.batch_decode([r.ids for r in responses], skip_special_tokens=True)
+    right = [bool(text) and text[0] < "5" for text in texts]
+
+    def rate(prompt, ids):
+        logprobs = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+    taught = 0  # after a right answer to the same prompt, but not the own one
+    for b, (row, response) in enumerate(zip(rows, responses)):
+        others = [j for j in range(b - b % 4, b - b % 4 + 4) if j != b and right[j]]
+        taught += bool(others)
+        expected = torch.zeros(len(response.ids))
+        if others:
+            hint = f"\nCorrect solution:\n\n{texts[others[0]]}\n\nCorrectly solve the original question."
+            asked = row["input_ids"] + tokenizer(hint, add_special_tokens=False)["input_ids"]
+            expected = rate(asked, response.ids) - rate(row["input_ids"], response.ids)
+        assert torch.allclose(advantages[b][mask[b]], expected, atol=1e-4)
+    assert 0 < taught < 16 and m["teacher/taught_frac"] == taught / 16
+
+
+# --- which prompts and responses count
+
+
+def test_dapo_trains_on_mixed_groups_and_punishes_length(variant, train, spy):
+    """Filtered before the punishment: without it every group has both scores. 2503.14476, eq. 13."""
+    batches = spy(variant("dapo"), "group_advantages", lambda scores, *_: scores.clone())
+    trained = spy(variant("dapo"), "to_batch", lambda rows, responses, _: [len(r.ids) for r in responses])
+    metrics = train("dapo", reward="binary", max_draws=8, overlong_buffer=25, **SOME_END)
+    for scores, lengths, m in zip(batches, trained, metrics[1:], strict=True):
+        assert len(scores) == 16 == 4 * m["group/trained"] and 0 < m["reward/sampled_mean"] < 1
+        plain = (scores + ((torch.tensor(lengths) - 7) / 25).clamp(0, 1)).view(4, 4)
+        assert torch.allclose(plain, plain.round(), atol=1e-6) and len({*lengths}) > 2
+        assert (plain.amin(1) < 0.5).all() and (plain.amax(1) > 0.5).all()
+    assert max(m["group/generated"] for m in metrics[1:]) > 4
+
+
+def test_dapo_without_a_group_takes_no_step(train, spy):
+    """With a punishment that differs, which the filter does not see, and a KL loss that would train."""
+    steps = spy(torch.optim.AdamW, "step")
+    (m,) = train("dapo", reward="gsm8k", overlong_buffer=12, kl_loss_coef=0.1, max_draws=2, total_iterations=1)[1:]
+    assert not steps and m["group/trained"] == 0 and m["group/generated"] == 8 and "actor/loss" not in m
+
+
+def test_replay_asks_again_what_nobody_answered(train, variant, spy):
+    """At most half a batch of it, after a restart, too."""
+    scored = spy(variant("replay"), "compute_scores")
+    flags = {"reward": "binary", "total_iterations": 6, "save_every": 3, "batch_size": 8, "group_size": 2}
+    whole = resumed(train, "replay", 3, **flags)
+    failed = set()
+    for ((_, _, rows, _), results), m in zip(scored, whole[1:]):
+        asked, scores = [row["prompts"] for row in rows[::2]], [result["score"] for result in results]
+        again = min(4, len(failed))
+        assert m["group/replayed"] == again and failed.issuperset(asked[:again])
+        failed = {prompt for prompt, *pair in zip(asked, scores[::2], scores[1::2]) if max(pair) == 0}
+        assert m["group/failed"] == len(failed)
+    assert max(m["group/failed"] for m in whole[1:-1]) > 4
+
+
+def test_mask_truncated_trains_on_finished_responses_only(variant, train, spy):
+    """The others are in no denominator; the scores of all are in the mean and std of a group."""
+    algo = variant("mask_truncated")
+    batches, groups = spy(algo, "to_batch"), spy(algo, "group_advantages")
+    used, shares = spy(algo, "policy_loss"), spy(algo, "aggregate")
+    train("mask_truncated", total_iterations=1, minibatch_size=16, microbatch_tokens=10**6)
+    ((_, responses, _), (_, mask, *_)), ((scores, *_), advantages) = batches[0], groups[0]
+    finished = torch.tensor([not response.truncated for response in responses])
+    plain = load_script(ROOT / "grpo_llm.py").group_advantages(scores, 4, "grpo")
+    assert 4 < finished.sum() < 12 and torch.allclose(advantages, plain)
+    (_, _, given, *_), _ = used[-1]
+    assert torch.equal(given, torch.where(mask & finished[:, None], advantages[:, None], 0))
+    (_, trained, _, num_tokens, num_rows, _), _ = shares[0]
+    assert trained.sum() == num_tokens == mask[finished].sum()
+    assert trained.any(1).sum() == num_rows == finished.sum()

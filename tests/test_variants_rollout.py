@@ -1,0 +1,422 @@
+"""Variants of sampling, turns and tools, and of speed, memory and precision: each does what its head says."""
+
+import functools
+import itertools
+import json
+import math
+import re
+import sys
+import threading
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import variants
+from conftest import ROOT, make_model, read_rows, refusal, untimed, write_rows
+from ranks import load_script
+from test_variants import FILES, flags_of, folder, resumed, script_of, told_otherwise, train, train_by_two, variant  # noqa: F401  # noqa: F401
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+# ruff: noqa: F811 (fixtures)
+
+
+# --- turns and tools
+
+
+@pytest.fixture
+def scripted(variant, folder, monkeypatch):
+    """scripted(name, policy): turns of the variant are policy(all text so far) from now on, up to a stop id."""
+
+    def use(name, policy, model="model"):
+        algo, tokenizer = variant(name), AutoTokenizer.from_pretrained(folder / model)
+
+        def generate(model, prompts, uniforms, eos_ids, temperature):
+            responses = []
+            for prompt in prompts:
+                ids = tokenizer(policy(tokenizer.decode(prompt)), add_special_tokens=False)["input_ids"]
+                ids = [*ids, tokenizer.eos_token_id][: uniforms.shape[1]]
+                stop = next((i for i, token in enumerate(ids) if token in eos_ids), len(ids) - 1)
+                responses.append(algo.Response(ids[: stop + 1], [0.0] * (stop + 1), ids[stop] not in eos_ids))
+            return responses
+
+        monkeypatch.setattr(algo, "generate", generate)
+        monkeypatch.setattr(algo, "fail", lambda sentence: None)  # the model would not sample what is scripted
+
+    return use
+
+
+def turns_of(algo, response):
+    """[(whether sampled, ids)] of a Response, in runs."""
+    runs = []
+    for token, logprob in zip(response.ids, response.logprobs):
+        if not runs or runs[-1][0] != (logprob != algo.NOT_SAMPLED):
+            runs.append((logprob != algo.NOT_SAMPLED, []))
+        runs[-1][1].append(token)
+    return runs
+
+
+def test_two_turns_asks_again_if_the_first_answer_is_wrong(variant, train, folder, spy):
+    algo = variant("two_turns")
+    batches = spy(algo, "to_batch")
+    (m,) = train("two_turns", reward="binary", max_response_length=16, total_iterations=1)[1:]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    turn = tokenizer("\nThat is wrong, try again.\n", add_special_tokens=False)["input_ids"]
+    ((rows, responses, _), _), *_ = batches
+    two = 0
+    for row, response in zip(rows, responses):
+        (_, first), *rest = turns_of(algo, response)
+        text = tokenizer.decode(first, skip_special_tokens=True)
+        assert bool(rest) == (not text or text[0] >= "5")
+        assert not rest or rest[0][1] == turn + row["input_ids"]
+        two += bool(rest)
+    assert 0 < two < len(rows) and m["response/two_turns_frac"] == two / len(rows) and m["rollout/logprob_diff"] < 1e-5
+
+
+def test_tool_call_calculates(variant):
+    calculate = variant("tool_call").calculate
+    right = {"12*7": "84", "1/3": "0.333333", "-(3+4)*2": "-14", " 3 + 4 ": "7", "1.5*2": "3", "6/-3": "-2"}
+    assert {text: calculate(text) for text in right} == right
+    wrong = "2**3", "9**9**9", "1//2", "2(3)", "...", "()", "", "1e9", "9" * 65, "2/0", "abs(1)", "1,2", "٣+٤", "(" * 40
+    assert [calculate(text) for text in wrong] == ["error"] * len(wrong)
+
+
+def test_tool_call_inserts_results(variant, train, folder, scripted, tmp_path, spy):
+    model = make_model(folder / "tool_model")
+    text = (folder / "tool_model" / "tokenizer.json").read_text()
+    for old, new in zip("qwvz", "<>*/"):  # characters that calls need
+        text = text.replace(f'"{old}":', f'"{new}":')
+    (folder / "tool_model" / "tokenizer.json").write_text(text)
+    tokenizer, algo = AutoTokenizer.from_pretrained(model), variant("tool_call")
+    call, question = "<calc>12*7</calc>", "the sum of 3 and 4?"
+    data = write_rows(tmp_path / "one.jsonl", [{"question": question, "answer": "#### 1"}])
+    batches = spy(algo, "to_batch")
+    for answer, calls in (f"{call}84{call}84{call}84{call}99", 3), ("x<calc>7**7</calc>error.", 1):  # up to three calls
+        scripted("tool_call", lambda text, a=answer: f"{question}{a}".removeprefix(text), "tool_model")
+        flags = {"model": model, "dataset": data, "total_iterations": 1, "batch_size": 2}
+        (m,) = train("tool_call", **flags, max_response_length=80)[1:]
+        (_, (response, *_), _), _ = batches[-1]
+        inserted = [tokenizer.decode(ids) for sampled, ids in turns_of(algo, response) if not sampled]
+        assert tokenizer.decode(response.ids[:-1]) == answer and not response.truncated
+        assert m["response/calls_mean"] == calls and inserted == re.findall(r"(?<=</calc>)(84|error)", answer)
+
+
+def bisect(text):
+    """Halves what is left. `text` is the question, and of each turn the number and what was said to it."""
+    low, high = 1, 7
+    for number, said in re.findall(r"(\d)<eos>\n(\w+)\n", text):
+        low, high = (int(number) + 1, high) if said == "higher" else (low, int(number) - 1)
+    return str((low + high) // 2)
+
+
+PLAYED = [  # policy, flags, rewards of the numbers 1 to 7 and 7 again, how many of these games are cut off
+    (bisect, {}, [1] * 8, 0),
+    (lambda text: "5", {}, [0, 0, 0, 0, 1, 0, 0, 0], 0),  # the game is lost, not cut off
+    (bisect, {"max_turns": 2}, [0, 1, 0, 1, 0, 1, 0, 0], 5),
+    (bisect, {"max_response_length": 10}, [0, 0, 0, 1, 0, 0, 0, 0], 7),  # no room for a token after "higher"
+    (lambda text: "5" * 99, {}, [0] * 8, 8),  # a turn that does not end is not played
+]
+
+
+@pytest.mark.parametrize("policy, flags, rewards, cut", PLAYED)
+def test_environment_plays_guess(train, scripted, tmp_path, policy, flags, rewards, cut):
+    scripted("environment", policy)
+    rows = [{"question": "which?", "answer": str(number)} for number in [1, 2, 3, 4, 5, 6, 7, 7]]
+    data = write_rows(tmp_path / "numbers.jsonl", rows)
+    place = {"environment": f"{FILES}/guess.py:GuessInText", "dataset": data, "eval_dataset": data}
+    sizes = {"batch_size": 8, "group_size": 2, "max_response_length": 60, "total_iterations": 1, "eval_rows": 8}
+    metrics = train("environment", **place | sizes | flags)
+    assert metrics[1]["reward/mean"] == sum(rewards) / 8 and metrics[1]["response/truncated_frac"] == cut / 8
+    assert [m["eval/score"] for m in metrics] == [sum(rewards) / 8] * 2
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+CALLS = [  # a turn of the model, and what it is told
+    ("I need nothing.", []),
+    (f"Two: {call('guess', number=2)}\n{call('guess', number=6)}.", ["higher", "lower"]),
+    (f"<think>{call('guess', number=5)}</think>No.", []),
+    (call("guess", number="5"), ["error: TypeError"]),  # a fault of the model is told to it
+    *[(call(name), ["error: KeyError"]) for name in ("steal", "_number", "reset", "__init__")],
+    ("<tool_call>guess 5</tool_call>", ["error: JSONDecodeError"]),
+    ('<tool_call>{"name": "guess"}</tool_call>', ["error: KeyError('arguments')"]),
+    (f"<tool_call>{'[' * 100_000}</tool_call>", ["error: RecursionError"]),
+]
+
+
+def test_environment_calls_tools(variant):
+    for text, said in CALLS:
+        game = load_script(FILES / "guess.py").Guess()
+        game.reset(answer="5")
+        messages = variant("environment").answer(game, text)
+        assert len(messages) == len(said) and {message["role"] for message in messages} <= {"tool"}
+        assert all(message["content"].startswith(start) for message, start in zip(messages, said)), (text, messages)
+
+
+TEMPLATE = (
+    "{% if tools %}tools: {{ tools | map(attribute='function') | map(attribute='name') | join(' ') }}. {% endif %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}|{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if quick %}quick: {% endif %}{% endif %}"
+)
+
+
+def test_environment_keeps_the_chat_that_the_template_makes(variant, tmp_path):
+    """Prompt, turns and what is said in between are the chat as a whole; sampled ids stay as they are."""
+    algo, tokenizer = variant("environment"), AutoTokenizer.from_pretrained(ROOT / "benchmarks/tiny/model")
+    tokenizer.chat_template = TEMPLATE
+    data = write_rows(tmp_path / "one.jsonl", [{"question": "Which number?", "answer": "7"}])
+    flags = {"dataset": data, "eval_dataset": data, "chat_template_args": '{"quick": true}', "max_prompt_length": 500}
+    args = algo.Args(**algo.EMBEDDED | flags | {"environment": f"{FILES}/guess.py:Guess"})
+    (row,), _ = algo.load_prompts(data, algo.read_data(args)[0], args, tokenizer)
+    text = "tools: guess. <user>Which number?|<assistant>quick: "
+    assert row["prompts"] == text
+    game = algo.load_reward(args.environment)()
+    game.reset(**row)
+    games = [algo.Response([], [], True, game)]
+    for turn, said in (call("guess", number=4) * 2, ["higher"] * 2), (call("guess", number=6), ["higher"]):
+        ids = [i for c in turn for i in tokenizer(c)["input_ids"]] + [tokenizer.eos_token_id]  # letter by letter
+        start = len(games[0].ids)
+        assert algo.play(games, [0], [algo.Response(ids, [-1.0] * len(ids), False)], 900, tokenizer, args) == [0]
+        assert games[0].ids[start : start + len(ids)] == ids
+        text += f"{turn}{tokenizer.eos_token}|" + "".join(f"<tool>{x}|" for x in said) + "<assistant>quick: "
+        assert tokenizer.decode(row["input_ids"] + games[0].ids) == text
+    assert [was for was, _ in turns_of(algo, games[0])] == [True, False] * 2
+
+
+def test_retry_asks_reasoning_gym_twice(variant, tmp_path):
+    pytest.importorskip("reasoning_gym", reason="needs the extra `tasks`")
+    easy = json.dumps({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+    load_script(FILES / "gym_tasks.py").write("chain_sum", tmp_path, 8, 0, easy)
+    (row, *_) = read_rows(tmp_path / "train.jsonl")
+    game = load_script(FILES / "retry.py").Retry()
+    game.reset(**row)
+    for turn, said in ("#### none", ["\nThat is wrong, try again.\n"]), (f"That is\n#### {row['answer']}", []):
+        assert [message["content"] for message in variant("environment").answer(game, turn)] == said
+    assert game.get_reward() == 0.5
+
+
+def column(metrics, name):
+    return [m[name] for m in metrics[1:]]
+
+
+# --- sampling, and engines
+
+
+def test_one_step_off_samples_with_older_weights_and_corrects_for_it(variant, train, spy):
+    """With those of one iteration ago; those of now are evaluated."""
+    algo = variant("one_step_off")
+    sum_of = lambda model, *_: sum(p.double().sum().item() for p in model.parameters())  # noqa: E731 tells weights apart
+    sampling, passes = spy(algo, "generate", sum_of), spy(algo, "forward_all")
+    plain, used = spy(algo, "group_advantages"), spy(algo, "policy_loss")
+    flags = {"kl_loss_coef": 0.0, "lr": 5e-3, "is_cap": 1.1, "eval_rows": 2, "eval_every": 1}
+    metrics = train("one_step_off", **flags)
+    assert len(sampling) == 2 + 3 * 3  # two evaluations, then in each iteration a batch and two evaluations
+    batches, evaluated = sampling[2::3], sampling[1::3]
+    assert batches == [evaluated[0], evaluated[0], evaluated[1]] and len({*evaluated}) == 4
+    whole = [advantages for (new, _, advantages, *_), _ in used if new.dim() == 3]  # the calls for the log
+    for i, m in enumerate(metrics[1:]):
+        ((*_, mask), old), (_, sampled) = passes[2 * i : 2 * i + 2]
+        weights = (old - sampled).exp().clamp(max=1.1)
+        assert torch.allclose(whole[i], torch.where(mask, plain[i][1][:, None] * weights, 0), atol=1e-6)
+        assert m["rollout/weight_mean"] == pytest.approx(weights[mask].mean().item(), abs=1e-5)
+        assert (weights[mask] == 1).all() == (i == 0) and (weights.max() > 1.09) == (i > 0)
+
+
+def test_one_step_off_resumes_with_the_older_weights(train):
+    whole = resumed(train, "one_step_off", 2, total_iterations=3, save_every=2, lora_rank=4)
+    assert whole[3]["rollout/weight_mean"] != 1
+
+
+def test_bypass_takes_the_samplers_log_probs_or_weighs_the_losses(variant, train, monkeypatch, spy):
+    """Half of the tokens are claimed to be less likely by 0.008."""
+    algo = variant("bypass")
+    told_otherwise(algo, monkeypatch, [0.008] * 12, [0] * 12)
+    flags = {"total_iterations": 1, "temperature": 0.9, "kl_reward_coef": 0.0}
+    corrected = {"old_logprobs": "corrected"}
+    cases = ({}, 1), (corrected, math.exp(0.008)), (corrected | {"is_level": "sequence"}, math.exp(0.096))
+    cases += ((corrected | {"is_cap": 1.0}, 1),)
+    rollout, token, *_ = found = [train("bypass", **flags | own)[1] for own, _ in cases]
+    for m, (_, weight) in zip(found, cases):
+        assert m["rollout/weight_mean"] == pytest.approx((1 + weight) / 2, rel=1e-5)
+        assert m["rollout/logprob_diff"] == pytest.approx(0.004, rel=1e-3)
+    assert rollout["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.008)) / 2) and token["actor/ratio_mean"] == 1
+    assert rollout["actor/grad_norm"] == pytest.approx(token["actor/grad_norm"], rel=1e-5)
+    (plain,) = train("bypass", on=script_of("bypass"), **flags)[1:]
+    assert token["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=1e-4)
+
+
+def test_top_p_cuts_the_tail_in_training_only(variant, train):
+    probs, uniforms = torch.tensor([0.15, 0.4, 0.05, 0.3, 0.1]), (torch.arange(1000) + 0.5) / 1000
+    cases = [(0.69, 0, [1, 3]), (0.71, 0, [0, 1, 3]), (0.01, 0, [1]), (1.0, 2, [1, 3]), (1.0, 99, [0, 1, 2, 3, 4])]
+    cases += [(0.5, 3, [1, 3]), (0.45, 3, [1])]  # of the three that are left 0.47 is not enough
+    for top_p, top_k, kept in cases:
+        logits = probs.log().expand(1000, 5)
+        tokens, logprobs = variant("top_p").sample_tokens(logits, uniforms.double(), 1.0, top_p, top_k)
+        expected = torch.zeros(5).index_copy(0, torch.tensor(kept), probs[kept] / probs[kept].sum())
+        assert torch.allclose(torch.bincount(tokens, minlength=5) / 1000, expected, atol=2e-3), (top_p, top_k)
+        assert torch.allclose(logprobs.exp(), expected[tokens], atol=1e-5)  # those of what is sampled from
+    flags = {"eval_rows": 5, "total_iterations": 1, "max_response_length": 16}
+    whole, cut = (untimed(train("top_p", **flags, top_p=top_p)) for top_p in (1.0, 0.6))
+    assert whole[0] == cut[0] and whole[1]["rollout/logprob_diff"] < 1e-5 < 0.05 < cut[1]["rollout/logprob_diff"] < 1
+
+
+def test_pass_at_k_is_the_expected_best_of_k_and_a_vote(variant, train, tmp_path):
+    """Against all choices of k samples; and of a run, each line of its completions."""
+    algo = variant("pass_at_k")
+
+    def best(scores, k):
+        return torch.stack([scores[:, list(choice)].amax(1) for choice in itertools.combinations(range(6), k)]).mean(0)
+
+    scores = torch.randn(5, 6)
+    assert all(torch.allclose(algo.best_of(scores, k), best(scores, k), atol=1e-5) for k in range(1, 7))
+    texts = ["so #### 1,234", "#### 7", "well #### 1234.0", "#### $1234"]  # three of the same number
+    votes = [{"response": text, "score": score} for text, score in zip(texts, [1.0, 0.0, 1.0, 1.0])]
+    assert algo.majority_score(votes) == 1
+    (_, m) = train("pass_at_k", eval_rows=5, eval_samples=6, total_iterations=1, run_name="run")
+    rows = read_rows(tmp_path / "run" / "completions" / "eval_sampled_000001.jsonl")
+    groups = [[row for row in rows if row["prompt"] == prompt] for prompt in sorted({row["prompt"] for row in rows})]
+    assert len(groups) == 5 and all(len({row["response"] for row in group}) > 3 for group in groups)
+    scores = torch.tensor([[row["score"] for row in group] for group in groups])
+    assert m["eval/score_sampled"] == pytest.approx(scores.mean().item(), abs=1e-6)
+    assert m["eval/pass@2"] == pytest.approx(best(scores, 2).mean().item(), abs=1e-6) and "eval/pass@8" not in m
+
+
+@pytest.mark.parametrize("flags", [{}, pytest.param({"lora_rank": 2}, marks=pytest.mark.slow)], ids=["whole", "lora"])
+def test_paged_samples_with_the_weights_of_the_moment(train, variant, flags, spy):
+    models = spy(variant("paged"), "load_model")  # the policy comes first
+    metrics = train("paged", lr=0.02, **flags)
+    assert max(column(metrics, "rollout/logprob_diff")) < 1e-6 and abs(metrics[3]["kl/mean"]) > 1e-4
+    model = models[0][1]  # nothing of the engine is left for the update
+    assert model.config._attn_implementation == "sdpa" and model.training
+    assert not any("_run_generation_loop" in thread.name for thread in threading.enumerate())
+
+
+def test_paged_has_the_greedy_answers_of_generate(train, tmp_path):
+    """Also where prompts are read in pieces, and responses take the places of those that have ended."""
+    flags = {"eval_rows": 5, "total_iterations": 0, "microbatch_tokens": 16, "rollout_batch_size": 2}
+    for name, on in ("paged", None), ("plain", script_of("paged")):
+        train("paged", run_name=name, on=on, **flags)
+    paged, plain = (read_rows(tmp_path / name / "completions/eval_000000.jsonl") for name in ("paged", "plain"))
+    assert paged == plain and len(plain) == 5
+
+
+def test_paged_has_our_precision_and_its_errors_end_the_run(train, monkeypatch):
+    """It runs in a thread of its own, where autocast has to be switched on again."""
+    flags = {"dtype": "bfloat16", "total_iterations": 1, "batch_size": 16, "minibatch_size": 64}
+    scripts = None, script_of("paged")
+    (ours,), (plain,) = (column(train("paged", on=on, **flags), "rollout/logprob_diff") for on in scripts)
+    assert 1e-5 < ours < 2 * plain
+    monkeypatch.setattr(ModelRunner, "_sample", lambda *_: 1 / 0)
+    assert refusal(lambda: train("paged")) == "error: the engine: division by zero"
+
+
+class Engine:
+    """In place of vLLM's: answers with the weights it was last given, and claims log-probs that are lower by 0.005."""
+
+    def __init__(self, name, **options):
+        self.model, self.llm_engine = AutoModelForCausalLM.from_pretrained(name), mock.Mock()
+        self.model.apply(self.model._init_weights)  # of load_format="dummy"
+        self.reset_prefix_cache = mock.Mock()
+
+    def collective_rpc(self, method, kwargs):
+        assert method == "reload_weights" and not self.model.load_state_dict(dict(kwargs["weights_iterator"]))[1]
+
+    def generate(self, prompts, params, use_tqdm):
+        for prompt, own in zip(prompts, params):
+            noise = torch.rand(1, own.max_tokens, generator=torch.Generator().manual_seed(own.seed))
+            rows = [prompt.prompt_token_ids], noise, own.stop_token_ids, own.temperature
+            (response,) = sys.modules["vllm_llm"].generate(self.model, *rows)
+            logprobs = [{i: SimpleNamespace(logprob=x - 0.005)} for i, x in zip(response.ids, response.logprobs)]
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=response.ids, logprobs=logprobs)])
+
+
+def test_vllm_gets_the_newest_weights_and_is_corrected_for(variant, train, monkeypatch):
+    """With an engine of our own; the real one: test_vllm.py."""
+    fake = SimpleNamespace(LLM=Engine, SamplingParams=SimpleNamespace, TokensPrompt=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    weighted, plain = train("vllm", lr=0.02), train("vllm", is_cap=1.0, total_iterations=1)
+    assert column(weighted, "rollout/logprob_diff") == pytest.approx([0.005] * 3, rel=1e-3)
+    assert column(weighted, "rollout/weight_mean") == pytest.approx([math.exp(0.005)] * 3)
+    assert weighted[1]["advantage/std"] == pytest.approx(plain[1]["advantage/std"] * math.exp(0.005), rel=1e-4)
+    assert weighted[3]["kl/mean"] > 1e-4  # older weights would differ
+
+
+# --- speed, memory and precision
+
+
+def test_shared_prompt_gives_the_same_gradients(variant, folder):
+    """In rows of a prompt and all its responses; two prompts are equal but for the last token."""
+    algo, plain = variant("shared_prompt"), load_script(ROOT / "grpo_llm.py")
+    stream = torch.Generator().manual_seed(3)
+    draw = lambda n: torch.randint(3, 40, (n,), generator=stream).tolist()  # noqa: E731
+    prompts = [draw(n) for n in (7, 7, 1, 12)]
+    prompts[1][:6] = prompts[0][:6]
+    rows = [{"input_ids": prompt} for prompt in prompts for _ in range(4)]
+    responses = [plain.Response(draw(n), [0.0] * n, False) for n in (1, 5, 9, 3) * 4]
+    tokens, mask, _, _ = plain.to_batch(rows, responses, "cpu")
+    found = []
+    for script in plain, algo:
+        model, widths = AutoModelForCausalLM.from_pretrained(folder / "model"), []
+        model.base_model.register_forward_pre_hook(lambda _, args, w=widths: w.extend(x.shape for x in args))
+        logprobs, entropy = script.Policy(model, 0.9)(tokens, mask)
+        ((logprobs * torch.arange(21)).sum() + entropy.sum()).backward()
+        found.append((widths[0], [logprobs.detach(), entropy.detach(), *(p.grad for p in model.parameters())]))
+    (wide, theirs), (narrow, ours) = found
+    assert wide == (16, 21) and narrow == (4, 12 + 14)  # the last token of a response is no state
+    assert all((a - b).abs().max() <= 1e-6 * max(1, b.abs().max()) for a, b in zip(ours, theirs, strict=True))
+    window = SimpleNamespace(config=MistralConfig(sliding_window=4))  # there, siblings would read each other
+    assert "needs full attention in every layer" in refusal(lambda: algo.Policy(window, 1.0))
+
+
+def test_fp16_has_the_gradients_of_float32(train):
+    half, whole, bfloat = (train("fp16", dtype=x, total_iterations=1)[1] for x in ("float16", "float32", "bfloat16"))
+    assert whole["actor/grad_norm"] != half["actor/grad_norm"] == pytest.approx(whole["actor/grad_norm"], rel=0.05)
+    assert (half["loss_scale"], whole["loss_scale"], half["overflows"]) == (2.0**16, 1, 0)
+    assert 1e-6 < half["rollout/logprob_diff"] < bfloat["rollout/logprob_diff"] / 2
+
+
+def test_fp16_leaves_out_steps_that_overflow_and_resumes(train, monkeypatch):
+    """Until the scale has come down from 2**22. If one of 1 is too large, the run ends."""
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(scaler, init_scale=2.0**22))
+    metrics = resumed(train, "fp16", 1, total_iterations=4, save_every=1)
+    overflows = column(metrics, "overflows")
+    assert overflows[0] == 2 and metrics[1]["actor/grad_norm"] == 0 and overflows[-1] == overflows[-2]
+    assert column(metrics, "loss_scale") == [2.0 ** (22 - n) for n in overflows]
+    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(scaler, init_scale=1.0))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(math.nan))
+    assert "the gradient norm of the policy is nan" in refusal(lambda: train("fp16"))
+
+
+@pytest.mark.slow
+def test_fp16_stops_a_step_on_both_ranks_if_one_overflows(folder, tmp_path):
+    """The first gradient of rank 1 is infinite before they are summed."""
+    place = "        trained_model, optimizer = trainees[name]\n"
+    infinite = '        if rank == 1 and state["iteration"] == 1 and not actor_norms:\n'
+    infinite += "            next(iter(trained_parameters(trained_model).values())).grad[0] = math.inf\n"
+    text = variants.patched("fp16").replace(place, place + infinite)
+    flags = flags_of(folder, "fp16", total_iterations=2)
+    metrics = train_by_two({"fp16": text}, {"fp16": flags}, tmp_path)["fp16"]
+    assert [(m["overflows"], m["loss_scale"]) for m in metrics[1:]] == [(1, 2.0**15)] * 2
+    assert metrics[2]["actor/grad_norm"] > 0 and math.isfinite(metrics[2]["kl/mean"])
+
+
+@pytest.mark.parametrize("rank, tied", [(0, False), (2, False), (2, True)])
+def test_lora_bf16_is_the_same_bit_for_bit(rank, tied, variant, train, folder, spy):
+    """Log-probs and gradients; without LoRA the reference is what is frozen. A tied head is left alone."""
+    model, found = make_model(folder / f"tied_{tied}", tie_word_embeddings=tied), []
+    for algo in load_script(script_of("lora_bf16")), variant("lora_bf16"):
+        passes, modules = spy(algo, "forward_all"), spy(algo.Policy, "__init__", lambda policy, model, *_: model)
+        gradients = spy(algo, "sum_gradients", lambda parameters: [p.grad.clone() for p in parameters])
+        metrics = train("lora_bf16", on=algo.__file__, model=model, lora_rank=rank, total_iterations=2)
+        outputs = [*(output for _, output in passes), *itertools.chain(*gradients)]
+        found.append((outputs, untimed(metrics), modules[-1]))  # the reference comes last
+    (theirs, plain, _), (ours, changed, after) = found
+    assert len(ours) > 10 and all(map(torch.equal, ours, theirs)) and plain == changed
+    for name, p in after.named_parameters():
+        cast = not p.requires_grad and p.ndim == 2 and p is not after.get_input_embeddings().weight
+        assert p.dtype == (torch.bfloat16 if cast else torch.float32), name
