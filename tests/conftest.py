@@ -48,8 +48,9 @@ def pytest_addoption(parser):
 def takes_copies(path, name):
     """Whether a test file takes copies of the script of this name."""
     text = path.read_text()
-    own = re.search(r'(?m)^(?:SCRIPT = |pytestmark = each_script\()"(\w+)"', text)
-    return own[1] == name if own else re.search(r"(?m)^@each_script|^def test_\w+\([^)]*\b(algo|toy_run)\b", text)
+    if own := re.search(r"(?m)^SCRIPT = .*$", text):
+        return f'"{name}"' in own[0]
+    return re.search(r"(?m)^@each_script|^def test_\w+\([^)]*\b(algo|toy_run)\b", text)
 
 
 def pytest_configure(config):
@@ -69,7 +70,7 @@ def pytest_configure(config):
             raise pytest.UsageError(f"--script {copy}: {said}")
     folder = Path(tempfile.mkdtemp())
     config.add_cleanup(lambda: shutil.rmtree(folder))
-    config.add_cleanup(lambda: os.environ.pop(PLACE))
+    config.add_cleanup(lambda: os.environ.pop(PLACE, None))
     for path in ROOT.iterdir():
         if path.name != original:
             (folder / path.name).symlink_to(path)
@@ -102,12 +103,16 @@ def ruff(*words):
     assert done.returncode == 0, done.stdout
 
 
+def scripts_in(module):
+    own = getattr(module, "SCRIPT", SCRIPTS)
+    return (own,) if isinstance(own, str) else own
+
+
 def names_of(item):
     """Of which scripts the test is."""
     if hasattr(item, "callspec") and "script" in item.callspec.params:
         return (item.callspec.params["script"],)
-    own = getattr(item.module, "SCRIPT", None)
-    return (own,) if own else SCRIPTS if "script" in item.fixturenames else ()
+    return scripts_in(item.module) if "script" in item.fixturenames or hasattr(item.module, "SCRIPT") else ()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -119,9 +124,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module")
 def script(request):
-    """Path of the script under test: the one that `each_script` names, or SCRIPT in its file, or the copy."""
-    name = getattr(request, "param", None) or getattr(request.module, "SCRIPT", None)
-    return path_of(name or the_copy() or SCRIPTS[0])
+    """Path of the script under test: the one that `each_script` names, or the copy, or the first of SCRIPT."""
+    return path_of(getattr(request, "param", None) or the_copy() or scripts_in(request.module)[0])
 
 
 def each_script(*names):

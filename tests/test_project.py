@@ -143,12 +143,12 @@ def definitions(source):
     return result
 
 
-@pytest.mark.parametrize("script", CEILINGS)
-def test_a_script_is_read_in_one_sitting_and_stands_alone(script):
-    source = read_script(script)
+@pytest.mark.parametrize("name", CEILINGS)
+def test_a_script_is_read_in_one_sitting_and_stands_alone(name):
+    source = read_script(name)
     found = measure(source)
-    assert {name: found[name] for name, most in (CEILINGS[script] | PLAIN).items() if found[name] > most} == {}
-    imported = {name.split(".")[0] for name in re.findall(r"(?m)^ *(?:import|from(?= \S+ import)) (\S+)", source)}
+    assert {what: found[what] for what, most in (CEILINGS[name] | PLAIN).items() if found[what] > most} == {}
+    imported = {module.split(".")[0] for module in re.findall(r"(?m)^ *(?:import|from(?= \S+ import)) (\S+)", source)}
     known = {"accelerate", "datasets", "peft", "torch", "transformers", "tyro"}
     assert imported <= (set(sys.stdlib_module_names) - FORBIDDEN) | known
 
@@ -190,19 +190,19 @@ def test_scripts_do_nothing_when_imported(tmp_path):
     assert (done.returncode, done.stdout + done.stderr, [*tmp_path.iterdir()]) == (0, "", [])
 
 
-@pytest.mark.parametrize("script", CEILINGS)
-def test_every_flag_is_read_and_help_shows_what_holds(script, monkeypatch, capsys):
-    module, source = load_script(script), read_script(script)
-    names = [field.name for field in fields(module.Args)]
-    assert [name for name in names if not re.search(rf"\bargs\.{name}\b", source)] == []
+@pytest.mark.parametrize("name", CEILINGS)
+def test_every_flag_is_read_and_help_shows_what_holds(name, monkeypatch, capsys):
+    module, source = load_script(name), read_script(name)
+    flags = [field.name for field in fields(module.Args)]
+    assert [flag for flag in flags if not re.search(rf"\bargs\.{flag}\b", source)] == []
     for given, lr, own in (["--model", "any"], "1e-06", {"model": "any"}), ([], "0.00015", module.EMBEDDED):
-        monkeypatch.setattr(sys, "argv", [script, *given, "--seed", "7", "--no-gradient-checkpointing"])
+        monkeypatch.setattr(sys, "argv", [name, *given, "--seed", "7", "--no-gradient-checkpointing"])
         assert module.parse_args() == module.Args(**own | {"seed": 7})
-        monkeypatch.setattr(sys, "argv", [script, *given, "--help"])
+        monkeypatch.setattr(sys, "argv", [name, *given, "--help"])
         with pytest.raises(SystemExit):
             module.parse_args()
         shown = capsys.readouterr().out
-        assert [name for name in names if f"--{name.replace('_', '-')}" not in shown] == []
+        assert [flag for flag in flags if f"--{flag.replace('_', '-')}" not in shown] == []
         assert f"(default: {lr})" in shown
 
 
