@@ -1,15 +1,12 @@
 """benchmarks/preflight.py: a faulty set-up is named in a sentence, and a sound one is not."""
 
-import fcntl
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, make_model, toy_rows, write_rows
-from datasets import Dataset, DatasetDict
+from conftest import ROOT, SCRIPTS, make_model, toy_rows, write_rows
 from transformers import AutoModelForCausalLM, PhimoeConfig
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -43,9 +40,9 @@ def check(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("script", ["ppo_llm", "grpo_llm", "ppo_llm_fsdp"])
-def test_a_sound_set_up(check, script):
-    code, said = check(["--script", str(ROOT / f"{script}.py")])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_sound_set_up(check, name):
+    code, said = check(["--script", str(ROOT / f"{name}.py")])
     assert code == 0 and "stop:" not in said and "skip:" not in said, said
     assert said.count("ok ") >= 6 and not Path("runs").exists(), said
 
@@ -57,10 +54,6 @@ def change(file, **values):
 
 def write(file, text):
     Path(file).write_text(text)
-
-
-def splits():
-    DatasetDict({name: Dataset.from_list(toy_rows(4)) for name in ("math", "code")}).save_to_disk("saved")
 
 
 def no_eos():
@@ -80,18 +73,6 @@ def normalizer():
     change("model/tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
 
 
-def locked():
-    os.makedirs("runs/one")
-    write("runs/one/lock", "process 7 on here")
-    ready, holding = os.pipe()
-    if os.fork() == 0:
-        fcntl.lockf(os.open("runs/one/lock", os.O_RDWR), fcntl.LOCK_EX)
-        os.write(holding, b".")
-        time.sleep(5)
-        os._exit(0)
-    os.read(ready, 1)
-
-
 def resumed():
     os.makedirs("runs/one/checkpoints/step_000001")
     write("runs/one/args.json", json.dumps({"seed": 7, "resume": False}))
@@ -106,19 +87,11 @@ MINE, T = "--reward mine.py:reward", "--chat-template t.jinja"
 CASES = {  # what is changed in the folder, flags, words that must be said
     "model": (None, "--model ./none", "stop: --model ./none is not there"),
     "data": (None, "--dataset none.jsonl", "stop: --dataset none.jsonl is not there"),
-    "tsv": (lambda: write("a.tsv", ""), "--dataset a.tsv", "stop: --dataset a.tsv: only"),
-    "split": (None, "--dataset a/b:c:d", "names a split"),
     "reward file": (None, "--reward none.py:f", "stop: --reward none.py:f: no file 'none.py'"),
     "adapter": (lambda: write("model/adapter_config.json", "{}"), "", "stop: model is an adapter"),
-    "splits": (splits, "--dataset saved", "['math', 'code'], only `train` is read"),
     "template": (lambda: write("t.jinja", "{{ raise_exception('no') }}"), T, "train.jsonl, row 1"),
     "open end": (lambda: write("t.jinja", "{{ messages[-1].content }}<eos2>"), T, "look: the template ends turns with"),
     "numbers": (lambda: write("train.jsonl", NUMBERS), "", "look: `datasets` has changed 1 answers"),
-    "hidden": (
-        lambda: write_rows(Path("train.jsonl"), [{**row, "messages": "a"} for row in toy_rows(8)]),
-        "",
-        "look: a",
-    ),
     "no tokenizer": (lambda: os.remove("model/tokenizer.json"), "", "stop: "),
     "normalizer": (normalizer, "", "stop: tokenizer.json has other ids for 9 texts"),
     "no EOS": (no_eos, "", "stop: there is no EOS id"),
@@ -128,14 +101,11 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "changed": (phimoe, "", "from those of model loaded without the script"),
     "needs": (mine("[1.0] * len(answers)", ", level"), MINE, "stop: the reward needs {'level'}"),
     "exit": (mine("exit()"), MINE, "stop: the reward function has ended the program"),
-    "dictionary": (mine("{0: 6.0}"), MINE, "stop: TypeError"),
     "equal": (mine("[1.0] * len(answers)"), MINE, "look: the reward cannot tell right"),
     "batch": (None, "--batch-size 7", "make no minibatches of 64: nearest are --batch-size 7 --minibatch-size 7"),
-    "processes": (None, "--num-processes 3", "--batch-size 252 --minibatch-size 63"),
     "temperature": (None, "--temperature 0", "stop: --temperature 0 divides by zero"),
     "fsdp": (lambda: write("accelerate.yaml", "distributed_type: FSDP"), "", "asks for ['FSDP']"),
     "run folder": (lambda: os.makedirs("runs/one"), "--run-name one", "stop: the run folder runs/one exists"),
-    "lock": (locked, "--run-name one --resume", "stop: runs/one is in use by process 7 on here"),
     "resumed": (resumed, "--run-name one --resume", "look: changed since the run was last started: seed 7 -> 1\n"),
     "embedded": (None, f"--model {ROOT}/benchmarks/tiny/model", "look: --model turned the embedded model's"),
 }
