@@ -6,12 +6,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import conftest
 import pytest
 import variants
-from conftest import PLACE, ROOT, SCRIPTS, TAKES, path_of, write_rows
+from conftest import PLACE, ROOT, write_rows
 from test_project import load_benchmark
 
 # ---------------------------------------------------------------------------------------------- notes/variants.py
@@ -143,70 +141,33 @@ def test_rebase_touches_only_what_no_longer_fits(call):
 # ------------------------------------------------------------------------------------------------------- --script
 
 
-@pytest.fixture
-def copy(tmp_path):
-    """copy(script, old, new): a changed copy elsewhere, by another name."""
-
-    def change(script, old="", new=""):
-        text = (ROOT / f"{script}.py").read_text()
-        assert old in text
-        (tmp_path / "my_copy.py").write_text(text.replace(old, new))
-        return tmp_path / "my_copy.py"
-
-    return change
+def run_pytest(*words):
+    env = {name: value for name, value in os.environ.items() if name != PLACE and "PYTEST" not in name}
+    command = [sys.executable, "-m", "pytest", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    return done.returncode, done.stdout + done.stderr
 
 
-def test_a_copy_stands_in_for_its_script(copy):
+def test_a_copy_stands_in_for_its_script(tmp_path):
     """In workers of pytest-xdist, too, which have no option of pytest's. Of other scripts no test runs."""
     head = "def group_advantages(scores, group_size, estimator):"
-    broken = copy("grpo_llm", head, f"{head}\n    return scores * 0 + 77\n\n\n{head.replace('group', 'old_group', 1)}")
-    words = ["-n", "1", "--script", str(broken), "tests/test_groups.py", "tests/test_math.py", "-k"]
-    command = [sys.executable, "-m", "pytest", *words, "constant_group or masked_whiten or gae"]
-    env = {name: value for name, value in os.environ.items() if name != PLACE and "PYTEST" not in name}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
-    assert done.returncode == 1 and re.search(r"(?m)^\d+ failed, \d+ passed in", done.stdout), done.stdout
-    assert {*re.findall(r"(?m)^FAILED tests/(\w+)", done.stdout)} == {"test_groups"} and "gae" not in done.stdout
+    broken = f"{head}\n    return scores * 0 + 77\n\n\n{head.replace('group', 'old_group', 1)}"
+    copy = changed("grpo_llm.py", head, broken, tmp_path / "my_copy.py")
+    words = "-n", "1", "--script", copy, "tests/test_math.py", "-k", "golden_advantages or gae"
+    code, said = run_pytest(*words)
+    assert code == 1 and re.search(r"(?m)^FAILED tests/test_math.py::test_golden_advantages", said), said
+    assert "gae" not in said
 
 
-@pytest.fixture
-def configure(monkeypatch, request):
-    """configure(copy, words): what pytest is told of --script and the files named, in this process."""
-    monkeypatch.delenv(PLACE, raising=False)
-
-    def run(copy, *words):
-        asked = SimpleNamespace(getoption=lambda name: str(copy), args=list(words), add_cleanup=request.addfinalizer)
-        conftest.pytest_configure(asked)
-
-    return run
-
-
-def test_what_no_test_takes_is_refused(copy, configure, tmp_path):
-    said = "is a copy of ppo_llm.py: tests/test_groups.py takes no such copy, but these do:.* tests/test_math.py"
-    for path, words, error in (
-        (copy("ppo_llm"), ["tests/test_math.py", "tests/test_groups.py::test_x"], said),
-        (ROOT / "benchmarks" / "rewards.py", ["tests/test_math.py"], "names no changed copy"),
-        (tmp_path / "x.py", ["tests/test_math.py"], "names no changed copy"),
+def test_what_no_test_takes_is_refused(tmp_path):
+    copy = changed("ppo_llm.py", "import torch\n", "import torch  # mine\n", tmp_path / "x.py")
+    for path, file, error in (
+        (copy, "tests/test_site.py", "takes no copy of ppo_llm.py, but these do: .*tests/test_oracle.py"),
+        (ROOT / "benchmarks" / "rewards.py", "tests/test_math.py", "names no changed copy"),
+        (tmp_path / "y.py", "tests/test_math.py", "names no changed copy"),
     ):
-        with pytest.raises(pytest.UsageError, match=f"--script {path}.*{error}"):
-            configure(path, *words)
-        assert PLACE not in os.environ
-
-
-def test_the_folder_of_a_copy(copy, configure):
-    """The copy by its script's name, beside what the script finds beside itself."""
-    for script in SCRIPTS:
-        configure(copy(script, "import torch\n", "import torch  # mine\n"), "tests")
-        assert [name for name in SCRIPTS if "# mine" in path_of(name).read_text()] == [script] == [conftest.the_copy()]
-        assert (path_of(script).parent / "benchmarks" / "tiny" / "model").is_dir()
-        del os.environ[PLACE]
-    assert conftest.the_copy() is None and path_of("ppo_llm") == ROOT / "ppo_llm.py"
-
-
-def test_every_test_file_is_known():
-    """Each that has the fixtures of a script takes copies; what is in the list is there."""
-    takes = r"(?m)def test_\w+\([^)]*\b(algo|toy_run)\b|^SCRIPT = |^@copies"
-    found = [path.stem for path in (ROOT / "tests").glob("test_*.py") if re.search(takes, path.read_text())]
-    assert {*found} == {f"test_{name}" for name in TAKES}
+        code, said = run_pytest("--script", path, file)
+        assert code == pytest.ExitCode.USAGE_ERROR and re.search(error, said), said
 
 
 # --------------------------------------------------------------------------------------------- compare.py --exact
