@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import time
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import fields
 from pathlib import Path
 
@@ -293,6 +292,14 @@ def test_a_folder_in_use_is_refused_with_its_user(algo, script, tmp_path):
     assert console.rstrip() == f"error: {tmp_path} is in use by process {os.getpid()} on {os.uname().nodename}"
 
 
+def test_a_folder_that_a_rival_has_made_meanwhile(algo, toy_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(algo, "find_run", lambda args: (tmp_path, None))
+    with pytest.raises(FileExistsError):
+        toy_run(total_iterations=0)
+    toy_run(total_iterations=0, resume=True)  # its own: to be locked
+    assert (tmp_path / "lock").exists()
+
+
 def test_where_locks_do_not_work_one_is_warned(algo, tmp_path, monkeypatch, capsys):
     def lockf(*args):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -336,25 +343,6 @@ def interrupted(folder, signals=(), call=2):
     name = "_".join(["reward_of", folder.name, *signals])
     (folder / f"{name}.py").write_text(REWARD.format(call=call, signals=signals, gate=str(folder / "gate")))
     return f"{folder}/{name}.py:early"
-
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_of_two_that_start_at_once_one_trains(script, toy_flags, tmp_path, resume):
-    """While it waits in its reward, the other is refused."""
-    gate = tmp_path / "gate"
-    gate.touch()
-    flags = toy_flags | THREE | {"resume": resume, "reward": interrupted(tmp_path), "output_dir": tmp_path}
-    with ThreadPoolExecutor() as pool:
-        runs = [pool.submit(forked, script, flags, 1)]
-        time.sleep(0.3)
-        runs.append(pool.submit(forked, script, flags, 1))
-        (refused,), (waiting,) = wait(runs, return_when=FIRST_COMPLETED)
-        gate.unlink()
-    (code, said), (other_code, console) = refused.result(), waiting.result()
-    assert (code, other_code) == (1, 0), said + console
-    expected = "is in use by process \\d+ on " if resume else "the run folder .* exists|FileExistsError"
-    assert re.search(expected, said), said
-    assert [m["step"] for m in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
 
 
 def test_sigterm_and_ctrl_c_finish_the_iteration_and_save(algo, toy_run, tmp_path, capsys):
