@@ -1,10 +1,13 @@
 """Shared pieces: the script as a module, tiny random models and data in temporary folders, launches of two processes.
 
-With --script a copy stands in for the script that it is nearest to, and only the tests of that script run.
+`pytest --script my_ppo.py tests/test_oracle.py` tests a changed copy in place of the script that it is nearest to. A
+test takes a copy if it has the fixture `script`, on which `algo` and `toy_run` stand: of the script that `each_script`
+names, or SCRIPT in its file, or else of any. The others don't run.
 """
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,11 +37,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "benchmarks" / "tiny"
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
-# The test files that take a copy of a script (--script), and of which.
-TAKES = dict.fromkeys(["architectures", "data", "devices", "faults", "forward", "launch", "loop", "math"], SCRIPTS)
-TAKES |= {"oracle": SCRIPTS, "resume": SCRIPTS, "reward": SCRIPTS, "ranks": SCRIPTS[:2]}
-TAKES |= {"groups": ("grpo_llm",), "sharding": ("ppo_llm_fsdp",)}
-PLACE = "SCRIPTS_UNDER_TEST"  # in the environment, which processes that tests start see, too: a folder
+PLACE = "SCRIPTS_UNDER_TEST"  # in the environment: the folder in which a copy stands in for its script
 torch.set_num_threads(1)
 
 
@@ -46,22 +45,34 @@ def pytest_addoption(parser):
     parser.addoption("--script", help="a changed copy of a script: its tests, with the copy in its place")
 
 
+def takes_copies(path, name):
+    """Whether a test file takes copies of the script of this name."""
+    text = path.read_text()
+    if own := re.search(r"(?m)^SCRIPT = .*$", text):
+        return f'"{name}"' in own[0]
+    marks = re.findall(r"(?m)^(?:@|pytestmark = )each_script\((.*)\)$", text)
+    of_any = re.search(r"(?m)^def test_\w+\([^)]*\b(algo|toy_run)\b", text) and "pytestmark = each" not in text
+    return of_any or any(names == "" or f'"{name}"' in names for names in marks)
+
+
 def pytest_configure(config):
-    """The copy, by its script's name and beside all that is beside it, in a folder of its own."""
+    """Puts the copy, by its script's name, into a folder of its own, with links to all that is beside the script."""
     copy = config.getoption("--script")
     if copy is None or PLACE in os.environ:  # a worker of pytest-xdist has its folder from the main process
         return
     original = variants.nearest(Path(copy).read_text()) if Path(copy).is_file() else None
     if original is None:
         raise pytest.UsageError(f"--script {copy} names no changed copy of {', '.join(variants.SCRIPTS)}")
-    willing = [f"test_{name}.py" for name, scripts in TAKES.items() if Path(original).stem in scripts]
-    named = {Path(word.partition("::")[0]).name for word in config.args if ".py" in word}
-    if others := sorted(named.difference(willing)):
-        said = f"{others[0]} takes no such copy, but these do: {' '.join(f'tests/{name}' for name in willing)}"
-        raise pytest.UsageError(f"--script {copy} is a copy of {original}: tests/{said}")
+    files = sorted(ROOT.glob("tests/test_*.py"))
+    willing = [f"tests/{path.name}" for path in files if takes_copies(path, Path(original).stem)]
+    for word in config.args:
+        file = f"tests/{Path(word.partition('::')[0]).name}"
+        if ".py" in file and file not in willing:
+            said = f"{file} takes no copy of {original}, but these do: {' '.join(willing)}"
+            raise pytest.UsageError(f"--script {copy}: {said}")
     folder = Path(tempfile.mkdtemp())
     config.add_cleanup(lambda: shutil.rmtree(folder))
-    config.add_cleanup(lambda: os.environ.pop(PLACE, None))
+    config.add_cleanup(lambda: os.environ.pop(PLACE))
     for path in ROOT.iterdir():
         if path.name != original:
             (folder / path.name).symlink_to(path)
@@ -94,39 +105,29 @@ def ruff(*words):
     assert done.returncode == 0, done.stdout
 
 
-# Mark: of these scripts the test takes a copy (--script), where that is not clear from its fixtures.
-copies = pytest.mark.copies
+def scripts_in(module):
+    own = getattr(module, "SCRIPT", SCRIPTS)
+    return (own,) if isinstance(own, str) else own
 
 
-def scripts_of(item):
-    """Names of the scripts of which the test takes a copy."""
-    if item.path.stem.removeprefix("test_") not in TAKES:
-        return ()
+def names_of(item):
+    """Of which scripts the test is."""
     if hasattr(item, "callspec") and "script" in item.callspec.params:
         return (item.callspec.params["script"],)
-    if mark := item.get_closest_marker("copies"):
-        return mark.args
-    own = getattr(item.module, "SCRIPT", None)
-    return (own,) if own else SCRIPTS if "script" in item.fixturenames else ()
+    return scripts_in(item.module) if "script" in item.fixturenames or hasattr(item.module, "SCRIPT") else ()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """`once`: what the scripts share to the byte is tried with the first of them, with the others in the slow tests."""
     if copy := the_copy():
-        config.hook.pytest_deselected(items=[item for item in items if copy not in scripts_of(item)])
-        items[:] = [item for item in items if copy in scripts_of(item)]
-        return
-    for item in items:
-        if item.get_closest_marker("once") and item.callspec.params["script"] != SCRIPTS[0]:
-            item.add_marker(pytest.mark.slow)
+        config.hook.pytest_deselected(items=[item for item in items if copy not in names_of(item)])
+        items[:] = [item for item in items if copy in names_of(item)]
 
 
 @pytest.fixture(scope="module")
 def script(request):
-    """Path of the script under test: the one that `each_script` on a test names, or SCRIPT in its file, or the copy."""
-    name = getattr(request, "param", None) or getattr(request.module, "SCRIPT", None)
-    return path_of(name or the_copy() or SCRIPTS[0])
+    """Path of the script under test: the one that `each_script` names, or the copy, or the first of SCRIPT."""
+    return path_of(getattr(request, "param", None) or the_copy() or scripts_in(request.module)[0])
 
 
 def each_script(*names):
@@ -151,13 +152,6 @@ def as_it_was():
     AcceleratorState._reset_state(True)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.fixture(scope="session")
-def data_dir():
-    if not os.environ.get("LLM_RL_DATA"):
-        pytest.skip("real data not found: set LLM_RL_DATA to the folder that holds it")
-    return Path(os.environ["LLM_RL_DATA"])
 
 
 def make_tokenizer(pad="<pad>", eos="<eos>"):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, each_script, forked, make_tokenizer, read_metrics, refusal
+from conftest import ROOT, forked, make_tokenizer, read_metrics, refusal
 
 
 @pytest.fixture
@@ -83,24 +83,19 @@ import signal
 import time
 
 
-def died(child):
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
-
-
 def f(prompts, responses, answers):
-    late = os.fork()
-    if late == 0:
-        signal.raise_signal(signal.SIGTERM)
-        os._exit(0)
-    found = [died(late)]
-    for _ in range(10):
-        early = os.fork()
-        if early == 0:
+    found = []
+    for signalled_early in [False] + [True] * 10:
+        child = os.fork()
+        if child == 0 and signalled_early:
             time.sleep(3)
+        elif child == 0:
+            signal.raise_signal(signal.SIGTERM)
+        if child == 0:
             os._exit(0)
-        os.kill(early, signal.SIGTERM)
-        found.append(died(early))
+        if signalled_early:
+            os.kill(child, signal.SIGTERM)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with multiprocessing.get_context("fork").Pool(2) as pool:
         pool.map(len, responses)
@@ -108,8 +103,6 @@ def f(prompts, responses, answers):
 """
 
 
-@pytest.mark.once
-@each_script()
 def test_what_a_reward_forks_dies_of_sigterm(script, toy_flags, tmp_path):
     """As the workers of a pool must, at once: the run itself answers by finishing its iteration. A signal that comes
     before a worker has run a line would be lost, and a pool that ends wait for ever."""
@@ -145,32 +138,49 @@ def test_a_reward_by_name_and_one_by_its_file(algo, monkeypatch):
             exact(["", ""], ["5", "5"], ["5", gold])
 
 
+# Rewards as people paste them: ours, then TRL's. Of the responses "a" and "bcd", the second was cut off.
+def plain(prompts, responses, answers):
+    assert (prompts, responses, answers) == (["p0", "p1"], ["a", "bcd"], ["0", "1"])
+    return [1, 2]
+
+
+def columns(answers, level, absent=5, *, messages):
+    return [len(m[0]["content"]) + n + absent for m, n in zip(messages, level)]
+
+
+def hungry(answers, absent=5, **others):
+    assert others["level"] == [0, 1] and others["tokens"][0][-1] == 1 and others["unused"] == [None, None]
+    return [absent] * len(answers)
+
+
+def ids(tokens, *, responses):
+    return [len(row) - len(text) for row, text in zip(tokens, responses)]  # 1: the EOS
+
+
+def cut_off(truncated, record):
+    assert record == [{"level": 0, "unused": None}, {"level": 1, "unused": None}]
+    return [1 - cut for cut in truncated]
+
+
+def trl_texts(completions, prompts, completion_ids, **kwargs):
+    assert completion_ids[0][-1] == 1 and kwargs["level"] == [0, 1] and "answers" in kwargs
+    return [float(prompt == f"p{i}") + len(text) for i, (prompt, text) in enumerate(zip(prompts, completions))]
+
+
+def trl_chats(prompts, completions, level):
+    assert [prompt[-1]["content"] for prompt in prompts] == ["ask 0", "ask 1"]
+    assert all(completion[0]["role"] == "assistant" for completion in completions)
+    return [len(completion[0]["content"]) + n for completion, n in zip(completions, level)]
+
+
+PASTED = [(plain, [1, 2]), (columns, [10, 11]), (hungry, [5, 5]), (ids, [1, 1]), (cut_off, [1, 0]), (trl_texts, [2, 4])]
+
+
 def test_columns_are_passed_when_they_are_named(algo):
-    def plain(prompts, responses, answers):
-        assert (prompts, responses, answers) == (["p0", "p1"], ["a", "b"], ["0", "1"])
-        return [1, 2]
-
-    def level(prompts, responses, answers, level):
-        return level
-
-    def messages(prompts, responses, answers, *, messages):
-        return [len(m[0]["content"]) for m in messages]
-
-    def hungry(answers, absent=5, **others):
-        assert others["level"] == [0, 1] and others["tokens"][0][-1] == 1 and others["unused"] == [None, None]
-        return [absent] * len(answers)
-
-    def ids(tokens, *, responses):
-        return [len(row) - len(text) for row, text in zip(tokens, responses)]  # 1: the EOS
-
-    def cut_off(truncated, record):
-        assert record == [{"level": 0, "unused": None}, {"level": 1, "unused": None}]
-        return [1 - cut for cut in truncated]
-
-    for function, scores in (plain, [1, 2]), (level, [0, 1]), (messages, [5, 5]), (hungry, [5, 5]), (ids, [1, 1]):
-        assert score(algo, function, ["a", "b"]) == scores
-    assert score(algo, cut_off, ["a", "b"]) == [1, 0]
-    assert algo.compute_scores(level, make_tokenizer(), [], []) == []  # on a rank without rows
+    for function, scores in PASTED:
+        assert score(algo, function, ["a", "bcd"]) == scores
+    assert score(algo, trl_chats, ["a", "bcd"], is_chat=True) == [1, 4]
+    assert algo.compute_scores(plain, make_tokenizer(), [], []) == []  # on a rank without rows
 
 
 def test_scores_may_be_anything_that_is_a_number(algo):
@@ -187,30 +197,8 @@ def test_a_reward_may_have_parts(algo):
     assert {type(number) for result in found for number in (*result["parts"].values(), result["score"])} == {float}
 
 
-# As people paste them.
-def trl_order(prompts, completions, completion_ids, **kwargs):
-    assert completion_ids[0][-1] == 1 and kwargs["level"] == [0, 1] and "answers" in kwargs
-    return [float(prompt == f"p{i}") + len(text) for i, (prompt, text) in enumerate(zip(prompts, completions))]
-
-
-def trl_chats(prompts, completions, level, **kwargs):
-    assert [prompt[-1]["content"] for prompt in prompts] == ["ask 0", "ask 1"]
-    assert all(completion[0]["role"] == "assistant" for completion in completions)
-    return [len(completion[0]["content"]) + n for completion, n in zip(completions, level)]
-
-
-def trl_reversed(completions, prompts, level):
-    return [len(text) + len(prompt) + n for text, prompt, n in zip(completions, prompts, level)]
-
-
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0
-
-
-def test_a_reward_as_trl_has_it_runs_as_it_is(algo):
-    assert score(algo, trl_order, ["a", "bcd"]) == [2, 4]
-    assert score(algo, trl_chats, ["a", "bcd"], is_chat=True) == [1, 4]
-    assert score(algo, trl_reversed, ["a", "bcd"]) == [3, 6]
 
 
 @pytest.mark.parametrize("function", [compute_score, lambda completions, answer: [1.0] * 2, lambda p, r, a: [1.0] * 2])
