@@ -170,8 +170,8 @@ def bytes_after_a_step(script, flags):
 
     def count(*_):
         tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not isinstance(x, DTensor)]
-        storages = [x.untyped_storage() for x in tensors if x.device.type == "cpu"]
-        found.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if not x.is_meta}
+        found.append(sum(storages.values()))
 
     register_optimizer_step_post_hook(count)
     algo.main(algo.Args(**flags))
@@ -180,14 +180,12 @@ def bytes_after_a_step(script, flags):
 
 @pytest.mark.slow
 def test_model_state_is_shared_out(tmp_path, toy_flags):
-    """Everything alive after an optimizer step, against the script that replicates."""
+    """Everything alive after an optimizer step: on four ranks hardly more than a fourth of what one has."""
     wide = {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 3, "initializer_range": 0.02}
     flags = toy_flags | {"model": make_model(tmp_path / "wide", **wide), "output_dir": str(tmp_path)}
-    replicated = run_ranks(2, bytes_after_a_step, str(path_of("ppo_llm")), flags | {"run_name": "whole"})
-    size = sum(weight.numel() for weight in load_file(tmp_path / "wide" / "model.safetensors").values())
-    assert size > 1e6 and min(replicated) > 27.9 * size  # after a step of one: 16 and 12 bytes, and 4 for the reference
-    sharded = run_ranks(4, bytes_after_a_step, PATH, flags | {"run_name": "sharded"})
-    assert max(sharded) < 0.28 * replicated[0]
+    whole, *_ = run_ranks(1, bytes_after_a_step, PATH, flags | {"run_name": "whole"})
+    shards = run_ranks(4, bytes_after_a_step, PATH, flags | {"run_name": "sharded"})
+    assert whole > 25e6 and max(shards) < 0.28 * whole
 
 
 def test_shards_compute_in_bfloat16_and_add_up_in_float32(algo, toy_run, monkeypatch):
@@ -202,8 +200,3 @@ def test_shards_compute_in_bfloat16_and_add_up_in_float32(algo, toy_run, monkeyp
     toy_run(dtype="bfloat16", total_iterations=0)
     assert policies.pop("Linear") is None and policies.keys() == {"LlamaDecoderLayer", "Policy", "Critic"}
     assert {(p.param_dtype, p.reduce_dtype) for p in policies.values()} == {(torch.bfloat16, torch.float32)}
-
-
-def test_shard_groups_of_equal_size(toy_run):
-    sentence = refusal(lambda: toy_run(shard_group_size=3))
-    assert sentence == "error: --shard-group-size 3 must divide the 1 processes"
