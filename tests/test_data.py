@@ -246,21 +246,6 @@ def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
     assert len(load(algo, path, prompt_column="prompt")[0]) == 4
 
 
-def test_gsm8k_raw_and_in_verls_form_are_the_same_rows(algo, tmp_path):
-    """The request is verl's, word for word. A solution scores 1 by either answer, a neighbour's 0."""
-    solved = [("2 + 3?", "2 + 3 = <<2+3=5>>5\n#### 5", "5"), ("1,000 + 234?", "#### 1,234", "1234")]
-    raw = write_rows(tmp_path / "raw.jsonl", [{"question": q, "answer": s} for q, s, _ in solved])
-    verl = [{"prompt": chat(q + REQUEST), "reward_model": {"ground_truth": a}} for q, _, a in solved]
-    verl = write_rows(tmp_path / "verl.jsonl", verl)
-    ours, _ = load(algo, raw, tokenizer_with_bos())
-    theirs, _ = load(algo, verl, tokenizer_with_bos(), **VERLS)
-    for name in "prompts", "input_ids", "messages":
-        assert [row[name] for row in ours] == [row[name] for row in theirs]
-    solutions = [row["answers"] for row in ours]
-    for gold in solutions, [row["answers"] for row in theirs]:
-        assert algo.gsm8k(solutions, gold) == [1, 1] and algo.gsm8k(solutions[::-1], gold) == [0, 0]
-
-
 # --- Refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -321,15 +306,6 @@ def test_rows_that_are_refused(refused, tmp_path, row, flags, said):
     for flag in "dataset", "eval_dataset":
         files = {"dataset": good, "eval_dataset": good} | {flag: path}
         assert refused(prompt_column="prompt", **files, **flags) == f"error: {path}{said}"
-
-
-@pytest.mark.parametrize("ending, content", [("jsonl", ""), ("json", "[]\n"), ("parquet", ""), ("csv", "question\n")])
-def test_an_empty_file_ends_the_run(algo, tmp_path, ending, content):
-    """In what the library says."""
-    path = tmp_path / f"nothing.{ending}"
-    path.write_text(content)
-    with pytest.raises((StopIteration, ValueError)):
-        algo.read_splits(str(path))
 
 
 REWARD = "is neither gsm8k nor path/to/file.py:function, or another module is called "

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 from conftest import each_script, make_model, make_tokenizer
-from safetensors.torch import load_model
 from torch.testing import assert_close
 from transformers import (
     AutoConfig,
@@ -13,7 +12,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    GenerationConfig,
 )
 
 SCRIPT = "ppo_llm", "grpo_llm"  # one text in all; the sharded script samples and loads with the ranks of a group
@@ -170,25 +168,8 @@ def test_bfloat16_autocast_returns_float32(algo, model, critic):
 
 
 @of_critics
-def test_padding_changes_nothing(algo, model, critic):
-    """Whatever ids stand behind the rows: the same to the last bit, gradients too."""
-    tokens, mask = make_batch(algo)
-    is_padding = torch.arange(tokens.shape[1]) >= torch.tensor([p + n for p, n in LENGTHS])[:, None]
-    garbage = torch.randint(0, VOCAB, tokens.shape, generator=torch.Generator().manual_seed(0))
-    results = []
-    for x in tokens, torch.where(is_padding, garbage, tokens):
-        model.zero_grad()
-        critic.zero_grad()
-        outputs = *algo.Policy(model, 1.0)(x, mask), critic(x, mask)
-        sum(output.sum() for output in outputs).backward()
-        results.append([*outputs, *(p.grad for m in (model, critic) for p in m.parameters() if p.grad is not None)])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
-@of_critics
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_trained_critic_is_its_frozen_weights_and_what_is_saved(algo, folder, tmp_path, lora_rank):
+def test_a_trained_critic_is_what_is_saved(algo, folder, tmp_path, lora_rank):
     """With LoRA the head is trained whole; the folder reloads as the guide says, without the script."""
     critic, (tokens, mask) = load_critic(algo, folder, lora_rank), make_batch(algo)
     assert not critic(tokens, mask).any()  # a new head is zero
@@ -202,13 +183,12 @@ def test_a_trained_critic_is_its_frozen_weights_and_what_is_saved(algo, folder, 
         optimizer.step()
     assert trained.keys() == {n for n, p in critic.model.named_parameters() if not torch.equal(p, start[n])}
     critic.model.save_pretrained(tmp_path)
-    plain = AutoModel.from_pretrained(folder if lora_rank else tmp_path).eval()
-    plain.score = torch.nn.Linear(plain.get_input_embeddings().embedding_dim, 1)
     if lora_rank:
+        plain = AutoModel.from_pretrained(folder).eval()
+        plain.score = torch.nn.Linear(plain.get_input_embeddings().embedding_dim, 1)
         plain.load_adapter(tmp_path)
     else:
-        load_model(plain, tmp_path / "model.safetensors")
-        assert_close(load_critic(algo, str(tmp_path)).state_dict(), critic.state_dict())  # and as the next critic
+        plain = load_critic(algo, str(tmp_path)).model  # as the next critic
     with torch.no_grad():
         expected = torch.where(mask, plain.score(plain(tokens).last_hidden_state)[..., 0], 0)
         values = critic(tokens, mask)
@@ -264,25 +244,6 @@ def test_lora_trains_all_linear_layers_but_the_head(algo, folder):
 # --- generate --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_frequencies_are_the_softmax_whatever_the_generation_config_says(algo, tmp_path, temperature):
-    folder, (prompt,), rows = make_model(tmp_path), prompts_of(6), 2000
-    options = {"do_sample": True, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "temperature": 0.1}
-    GenerationConfig(**options, eos_token_id=EOS2, pad_token_id=0, max_new_tokens=1).save_pretrained(folder)
-    model = algo.load_model(folder, AutoModelForCausalLM)
-    assert model.generation_config.top_k == 1
-    uniforms = (torch.arange(rows, dtype=torch.float64)[:, None] + 0.5) / rows  # even noise: counts have no variance
-    eos_ids = algo.collect_eos_ids(model, make_tokenizer())
-    responses = sample(algo, model, [prompt] * rows, uniforms, eos_ids, temperature)
-    counts = torch.tensor([response.ids[0] for response in responses]).bincount(minlength=VOCAB)
-    with torch.no_grad():
-        probs = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
-    assert (counts - rows * probs).abs().max() < 1.01 and counts.count_nonzero() > 5
-    assert eos_ids == [EOS, EOS2]
-    for response in responses:  # either EOS id ends a response
-        assert response.truncated == (response.ids[0] not in eos_ids)
-
-
 @pytest.mark.parametrize("pad_token", ["<pad>", "<eos>", None])
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_greedy_equals_transformers(algo, tmp_path, arch, pad_token):
@@ -312,16 +273,6 @@ def test_cut_responses(algo):
         assert response.logprobs == row[: len(response.ids)]
     for ids, response in zip(tokens.tolist(), algo.cut_responses(tokens, logprobs, [])):
         assert response.ids == ids and response.truncated
-
-
-def test_checkpointing_keeps_the_cache_and_the_tokens(algo, model, spy):
-    prompts = prompts_of(3, 7, 5)
-    expected = sample(algo, model, prompts, noise(3, 8))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    widths = spy(model.train(), "forward", lambda inputs, **options: inputs.shape[1])
-    assert sample(algo, model, prompts, noise(3, 8)) == expected
-    assert widths[0] == 7 and set(widths[1:]) == {1}  # one token a step: the rest is in the cache
-    assert model.training and model.is_gradient_checkpointing
 
 
 def test_a_response_does_not_depend_on_the_rows_beside_it(algo, model, spy):

@@ -8,11 +8,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY, each_script, forked, launch, path_of, read_metrics, read_rows
+from conftest import each_script, forked, launch, path_of, read_metrics, read_rows
 from ranks import load_script, run_ranks
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM
 
 # ------------------------------------------------------------------------------- one iteration of the embedded task
 
@@ -105,23 +105,6 @@ def test_every_metric_of_the_contract_is_there_and_on_tensorboard(script, launch
     for name in names:
         logged = {m["step"]: pytest.approx(m[name], rel=1e-5, abs=1e-6) for m in (before, after) if name in m}
         assert {event.step: event.value for event in events.Scalars(name)} == logged, name
-
-
-@each_script()
-def test_the_saved_policy_scores_what_was_logged(algo, launched):
-    """With transformers' own generate, which must agree with ours token by token."""
-    run_dir, _ = launched
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "final", padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(run_dir / "final").eval()
-    logged = read_rows(run_dir / "completions" / "eval_000001.jsonl")
-    prompts = [row["prompt"] for row in logged]
-    assert sorted(prompts) == sorted(row["question"] for row in read_rows(TINY / "test.jsonl")[:20])
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    output = model.generate(**batch, do_sample=False, max_new_tokens=64)
-    texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert sum(row["response"] != text for row, text in zip(logged, texts)) <= 1  # rounding may decide a tie
-    score = sum(algo.gsm8k(texts, [row["answer"] for row in logged])) / 20
-    assert read_metrics(run_dir)[1]["eval/score"] == pytest.approx(score, abs=1 / 20 + 1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ runs of the toy task

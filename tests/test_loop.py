@@ -147,9 +147,8 @@ def test_the_best_is_kept(toy_run, algo, spy, scripted, capsys):
         return sorted(path.parent.name for path in run_dir.glob("*/model.safetensors"))
 
     # The names, the number of iterations logged before, and the models that were there.
-    saves = spy(
-        algo, "save_models", lambda path, *rest: (path.name, len(read_metrics(path.parent)), models(path.parent))
-    )
+    saved = lambda path, *rest: (path.name, len(read_metrics(path.parent)), models(path.parent))  # noqa: E731
+    saves = spy(algo, "save_models", saved)
     removals = spy(algo.shutil, "rmtree", lambda folder, **options: (folder.name, models(folder.parent)))
     run_dir, _ = toy_run(total_iterations=5, **BEST)
     assert saves == [("best", 2, []), ("best", 4, ["best"]), ("final", 6, ["best"])]
@@ -211,10 +210,6 @@ def no_numbers(mask, logprobs):
     return mask, logprobs * math.nan
 
 
-def rounded(mask, logprobs):
-    return mask, logprobs - 1e-3
-
-
 def one_row(mask, logprobs):
     logprobs[7, mask[7]] += 0.05
     return mask, logprobs
@@ -242,11 +237,6 @@ def test_a_sampler_that_disagrees_ends_the_run_before_a_step(
     refused(toy_run, f"iteration {first}: sampler and training pass differ by", "wrong mask or weights", *words)
     assert len(read_metrics(tmp_path / "runs" / "run0")) == first
     assert len(steps) == (first - 1) * 2 * len({*steps})  # two minibatches
-
-
-def test_rounding_of_the_sampler_does_not_end_the_run(algo, toy_run, monkeypatch):
-    mislead(algo, monkeypatch, rounded)
-    assert toy_run()[1][2]["rollout/logprob_diff"] == pytest.approx(1e-3, rel=0.01)
 
 
 @each_script("ppo_llm")

@@ -48,11 +48,10 @@ def score(*args, **options):
 
 
 POOL = """
-import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 
-from {stem}_helper import BONUS
+from reward_helper import BONUS, spawn
 
 
 def one(text):
@@ -60,24 +59,21 @@ def one(text):
 
 
 def f(prompts, responses, answers):
-    with ProcessPoolExecutor(1, multiprocessing.get_context("{context}")) as pool:
+    with ProcessPoolExecutor(1, spawn) as pool:
         scores, pids = zip(*pool.map(one, responses))
     assert os.getpid() not in pids
     return scores
 """
+HELPER = "import multiprocessing\nBONUS, spawn = 3, multiprocessing.get_context('spawn')\n"
 
 
-@pytest.mark.parametrize("context", ["spawn", "fork"])
-def test_a_process_pool_runs_a_function_of_the_reward_file(load, algo, tmp_path, context):
+def test_a_process_pool_runs_a_function_of_the_reward_file(load, algo, tmp_path):
     """Which imports its neighbour."""
-    stem = f"reward_in_a_{context}_pool"
-    (tmp_path / f"{stem}_helper.py").write_text("BONUS = 3\n")
-    f = load(stem, POOL.format(stem=stem, context=context))
-    assert score(algo, f, ["a", "bcd"]) == [4.0, 6.0]
+    (tmp_path / "reward_helper.py").write_text(HELPER)
+    assert score(algo, load("reward_in_a_pool", POOL), ["a", "bcd"]) == [4.0, 6.0]
 
 
 FORKS = """
-import multiprocessing
 import os
 import signal
 import time
@@ -85,20 +81,14 @@ import time
 
 def f(prompts, responses, answers):
     found = []
-    for signalled_early in [False] + [True] * 10:
+    for _ in range(10):
         child = os.fork()
-        if child == 0 and signalled_early:
-            time.sleep(3)
-        elif child == 0:
-            signal.raise_signal(signal.SIGTERM)
         if child == 0:
+            time.sleep(3)
             os._exit(0)
-        if signalled_early:
-            os.kill(child, signal.SIGTERM)
+        os.kill(child, signal.SIGTERM)
         found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        pool.map(len, responses)
     return [sum(found) / len(found)] * len(responses)
 """
 
@@ -114,16 +104,14 @@ def test_what_a_reward_forks_dies_of_sigterm(script, toy_flags, tmp_path):
 
 def test_a_path_may_be_relative_or_linked(algo, tmp_path, monkeypatch):
     """And is found before another file of this name."""
-    (tmp_path / "there").mkdir()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "reward_right_here.py").write_text("raise ImportError")
-    for place in "reward_right_here", "there/reward_further_down":
-        (tmp_path / f"{place}.py").write_text("def early(): return [1]\n")
+    for place, text in ("there", "def early(): return [1]\n"), ("other", "raise ImportError"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "reward_right_here.py").write_text(text)
     (tmp_path / "here").symlink_to(tmp_path / "there")
-    (tmp_path / "reward_link.py").symlink_to(tmp_path / "there" / "reward_further_down.py")
+    (tmp_path / "reward_link.py").symlink_to(tmp_path / "there" / "reward_right_here.py")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "other"), *sys.path])
     monkeypatch.chdir(tmp_path)
-    for place in "reward_right_here", "here/reward_further_down", "reward_link":
+    for place in "there/reward_right_here", "here/reward_right_here", "reward_link":
         assert algo.load_reward(f"{place}.py:early")() == [1]
 
 
@@ -270,14 +258,13 @@ def test_completions_are_sorted_and_written_by_the_main_process_alone(algo, tmp_
     rows = [{"prompts": "é", "answers": None, "record": {"q": "é"}}]
     rows += [{"prompts": "a", "answers": "1", "record": {"when": datetime.date(2021, 1, 2)}}]
     results = [{"response": "x", "score": 0.0}, {"response": "y", "score": 1.0}]
-    path = tmp_path / "completions"
-    path.mkdir()
+    (tmp_path / "completions").mkdir()
     for main in False, True:
-        assert not [*path.iterdir()]
+        assert not [*tmp_path.glob("completions/*")]
         algo.write_completions(tmp_path, "eval", rows, results, SimpleNamespace(is_main_process=main))
     lines = '{"prompt": "a", "answer": "1", "response": "y", "score": 1.0, "row": {"when": "2021-01-02"}}'
     lines += '\n{"prompt": "é", "answer": null, "response": "x", "score": 0.0, "row": {"q": "é"}}'
-    assert (path / "eval.jsonl").read_text() == lines
+    assert (tmp_path / "completions" / "eval.jsonl").read_text() == lines
 
 
 def test_a_reward_that_changes_its_arguments_changes_no_data(algo):
@@ -286,13 +273,12 @@ def test_a_reward_that_changes_its_arguments_changes_no_data(algo):
     row = {"prompts": "hi", "answers": None, "messages": chat, "input_ids": [5], "is_chat": True}
 
     def judge(messages, responses):
-        for message, response in zip(messages, responses):
-            message.append({"role": "assistant", "content": response})
-        assert [len(message) for message in messages] == [2, 2]
+        for message in messages:
+            message.append({"role": "assistant", "content": "yes"})
         responses.clear()
-        return [0.0, 1.0]
+        return [len(message) for message in messages]
 
     answers = [algo.Response(make_tokenizer()(text)["input_ids"], [], False) for text in ("yes", "no")]
     found = algo.compute_scores(judge, make_tokenizer(), [row, row], answers)
-    assert [(result["response"], result["score"]) for result in found] == [("yes", 0), ("no", 1)]
+    assert [(result["response"], result["score"]) for result in found] == [("yes", 2), ("no", 2)]
     assert len(chat) == 1
