@@ -8,8 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import each_script, forked, launch, path_of, read_metrics, read_rows
-from ranks import load_script, run_ranks
+from conftest import each_script, forked, launch, read_metrics, read_rows
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModel, AutoModelForCausalLM
@@ -244,16 +243,21 @@ def stop(*args):
         (0, True, "auto", False),
     ],
 )
-def test_bfloat16_where_it_is_not_emulated(script, algo, toy_run, monkeypatch, gpus, native, dtype, used):
+def test_bfloat16_where_it_is_not_emulated_and_an_hour_for_processes_that_wait(
+    script, algo, toy_run, monkeypatch, gpus, native, dtype, used
+):
     found, sharded = {}, script.stem == "ppo_llm_fsdp"
+    monkeypatch.setenv("WORLD_SIZE", "1")
     real_group, real_accelerator = dist.init_process_group, algo.Accelerator
 
     def init_process_group(backend=None, **options):
-        found["group"] = backend
+        found["group"], found["timeout"] = backend, options["timeout"]
         real_group("gloo", **options | {"store": dist.HashStore(), "rank": 0, "world_size": 1})
 
     def accelerator(**options):
         found["precision"] = options["mixed_precision"]
+        for handler in options.get("kwargs_handlers", ()):
+            found["timeout"] = handler.timeout
         return real_accelerator(**options | {"cpu": True})
 
     if gpus:
@@ -266,27 +270,7 @@ def test_bfloat16_where_it_is_not_emulated(script, algo, toy_run, monkeypatch, g
     monkeypatch.setattr(algo, "shard" if sharded else "find_run", stop)
     with pytest.raises(Enough) as stopped:
         toy_run(dtype=dtype)
-    assert found["precision"] == ("bf16" if used else "no")
+    assert found["precision"] == ("bf16" if used else "no") and found["timeout"] == timedelta(hours=1)
     if sharded:  # FSDP is told so; a sharded rollout and --offload exchange tensors of the CPU, too
         assert stopped.value.args[2] == used
         assert found["group"] == ("cpu:gloo,cuda:nccl" if gpus else "gloo")
-
-
-def timeout_of_the_group(script, model):
-    """(processes of the group, how long they wait for each other), None where this torch does not say."""
-    algo = load_script(script)
-    algo.find_run = stop
-    try:
-        algo.main(algo.Args(model=model, track="none"))
-    except Enough:
-        dist.barrier()  # one that ends early would break off what the others still set up
-        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-        return dist.get_world_size(), getattr(getattr(backend, "options", None), "_timeout", None)
-
-
-@pytest.mark.parametrize("name", ["ppo_llm", "ppo_llm_fsdp"])
-def test_processes_wait_an_hour_for_each_other(name, tiny_model):
-    found = run_ranks(2, timeout_of_the_group, str(path_of(name)), tiny_model)
-    if found[0][1] is None:
-        pytest.skip("this torch does not tell the timeout of a group")
-    assert found == [(2, timedelta(hours=1))] * 2

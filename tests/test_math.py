@@ -92,21 +92,6 @@ def test_masked_whiten_edges(algo, case):
     close(pair, [[-(3**-0.5), 3**-0.5, 0.0]], 1e-5)
 
 
-@pytest.mark.parametrize("shift", [0.0, 1e4])
-def test_global_mean_and_std(algo, case, shift):
-    """Numbers for the log: of the tokens under a mask, or of all entries, booleans too."""
-    x = case.draw(2.0, shift).float()
-    tokens = x[case.mask].tolist()
-    mean, std = algo.global_mean, algo.global_std
-    for args in (x, case.mask), (x[case.mask],):
-        close([mean(*args), std(*args)], [statistics.mean(tokens), statistics.stdev(tokens)], 1e-6)
-    for few, value in (x[:0], 0), (x[case.mask][:1], tokens[0]):
-        assert isinstance(mean(few), float) and (mean(few), std(few)) == (value, 0)
-    assert (mean(x, torch.zeros_like(case.mask)), std(x, torch.zeros_like(case.mask))) == (0, 0)
-    truncated = torch.tensor([True, False, False, True, True])
-    close([mean(truncated), std(truncated), mean(torch.tensor([1, 2, 6]))], [0.6, 0.3**0.5, 3])
-
-
 def test_place_scores(algo):
     """On the last action and nowhere else, also where text of an environment stands between actions or behind them."""
     mask = torch.rand(200, 9, generator=torch.Generator().manual_seed(0)) < 0.4

@@ -185,17 +185,6 @@ def test_a_reward_may_have_parts(algo):
     assert {type(number) for result in found for number in (*result["parts"].values(), result["score"])} == {float}
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return 1.0
-
-
-@pytest.mark.parametrize("function", [compute_score, lambda completions, answer: [1.0] * 2, lambda p, r, a: [1.0] * 2])
-def test_what_a_reward_asks_for_must_be_there(algo, function):
-    """By these names: nothing is passed by position, where it would be another list."""
-    with pytest.raises(TypeError, match=r"missing [123] required positional argument"):
-        score(algo, function, ["a", "b"])
-
-
 @pytest.mark.parametrize("later", [{"format": 1.0}, {"format": 1.0, "corect": 0.0}, {}])
 def test_the_parts_are_the_same_in_every_call(algo, later):
     accelerator = SimpleNamespace(device="cpu")

@@ -141,15 +141,6 @@ def test_a_checkpoint_of_two_goes_on_with_any_number(run_of_two, tmp_path, world
             assert (x - weights[name]).abs().max() < 1e-3, name
 
 
-def test_a_checkpoint_is_safetensors_and_a_state(run_of_two):
-    path = run_of_two[1] / "checkpoints" / "step_000004"
-    shards = sorted(path.glob("*.safetensors"))
-    assert len(shards) == 2 and {*path.iterdir()} == {*shards, path / "state.pt"}
-    keys = set().union(*(load_file(shard).keys() for shard in shards))
-    for end in ("", "/step", "/exp_avg", "/exp_avg_sq"):
-        assert f"critic/score.weight{end}" in keys and f"policy/lm_head.weight{end}" in keys
-
-
 def test_a_hole_in_a_checkpoint_is_seen(run_of_two, tmp_path, toy_run):
     """Without its first shard the sizes of all tensors still look right: the reader would leave their first rows."""
     flags, run_dir = run_of_two
