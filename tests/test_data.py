@@ -48,18 +48,14 @@ FORMATS = {  # name: (row, flags, prompt, answer)
     "TRL chat": ({"prompt": CHAT, "solution": 2}, TRLS, "hi\nyes?\n1+1?", 2),
     "no answers": ({"question": "one", "answer": "2"}, {"reward": "r.py:f", "answer_column": None}, "one", None),
 }
-ENDINGS = "json", "jsonl.gz", "parquet", "csv", "folder", "folder of splits", "folder from the hub"
+ENDINGS = "json", "jsonl.gz", "parquet", "csv", "folder", "folder of splits"
 CASES = [(name, "jsonl") for name in FORMATS] + [("GSM8K raw", ending) for ending in ENDINGS] + [("verl", "parquet")]
 
 
 def save(path, row, ending):
     """Two rows of training data."""
     table = datasets.Dataset.from_list([row, row])
-    if ending == "folder from the hub":
-        path.mkdir()
-        (path / "README.md").write_text("---\nlicense: mit\n---\nQuestions.\n")
-        table.to_parquet(path / "train-00000-of-00001.parquet")
-    elif ending == "folder of splits":
+    if ending == "folder of splits":
         datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(path)
     elif ending == "folder":
         table.save_to_disk(path)
@@ -140,14 +136,6 @@ def test_which_split_is_evaluated(algo, tmp_path, training, named, found):
     assert train["question"] == ["train"] and (test and test["question"][0]) == found
 
 
-def test_evaluation_only_takes_every_row_of_the_test_data(toy_run, tmp_path, capsys):
-    path = write_rows(tmp_path / "questions.jsonl", toy_rows(5))
-    run_dir, _ = toy_run(total_iterations=0, eval_dataset=path, eval_rows=512)
-    assert f"eval       {path}: 5 rows, 5 distinct, 0 left out; the first 5 are evaluated" in capsys.readouterr().out
-    rows = read_rows(run_dir / "completions" / "eval_000000.jsonl")
-    assert sorted(row["prompt"] for row in rows) == sorted(row["question"] for row in toy_rows(5))
-
-
 def test_without_test_data_a_run_says_so_and_trains(toy_run, tmp_path, capsys):
     write_rows(tmp_path / "test.jsonl", toy_rows(8))  # a file beside the training file is not guessed
     path = write_rows(tmp_path / "train.jsonl", toy_rows(8))
@@ -160,19 +148,15 @@ def test_without_test_data_a_run_says_so_and_trains(toy_run, tmp_path, capsys):
 # --- What becomes of a prompt ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "template, flag, prompt",
-    [
-        (TEMPLATE, None, "<eos2>u#hi\na#yes?\nu#1+1?\na#"),  # which asks for the next turn
-        (TEMPLATE, "none", "hi\nyes?\n1+1?"),
-        (None, None, "hi\nyes?\n1+1?"),
-    ],
-)
-def test_a_chat_becomes_a_prompt_with_one_bos(algo, tmp_path, template, flag, prompt):
+def test_a_chat_becomes_a_prompt_with_one_bos(algo, tmp_path):
+    """And with a template that asks for the next turn."""
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": CHAT, "answer": "2"}])
-    (row,), _ = load(algo, path, tokenizer_with_bos(template), chat_template=flag, prompt_column="prompt")
-    assert row["prompts"] == prompt and row["messages"] == CHAT
-    assert row["input_ids"] == [2, *make_tokenizer()(prompt.removeprefix("<eos2>"))["input_ids"]]
+    plain = "hi\nyes?\n1+1?"
+    cases = (TEMPLATE, None, "<eos2>u#hi\na#yes?\nu#1+1?\na#"), (TEMPLATE, "none", plain), (None, None, plain)
+    for template, flag, prompt in cases:
+        (row,), _ = load(algo, path, tokenizer_with_bos(template), chat_template=flag, prompt_column="prompt")
+        assert row["prompts"] == prompt and row["messages"] == CHAT
+        assert row["input_ids"] == [2, *make_tokenizer()(prompt.removeprefix("<eos2>"))["input_ids"]]
 
 
 REQUEST = """ Let's think step by step and output the final answer after "####"."""

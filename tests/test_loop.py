@@ -5,7 +5,6 @@ What the scripts share to the byte is tried with the first; grpo_llm.py's own: t
 
 import math
 import re
-import time
 from dataclasses import fields
 
 import pytest
@@ -27,14 +26,6 @@ def test_nothing_moves_without_a_learning_rate(algo, toy_run, flags):
     assert m["actor/ratio_mean"] == m["actor/ratio_max"] == 1 and m["actor/clipfrac"] == m["actor/approx_kl"] == 0
     assert m["rollout/logprob_diff"] < 1e-5 and all(m[name] > 0 for name in m if name.endswith("grad_norm"))
     assert m["kl/mean"] == 0  # the reference is the policy, by the same passes
-
-
-def test_clocks(toy_run):
-    began = time.perf_counter()
-    _, metrics = toy_run()
-    elapsed = time.perf_counter() - began
-    assert all(0 < m["time/rollout"] < m["time/iteration"] for m in metrics[1:])
-    assert sum(m["time/iteration"] for m in metrics[1:]) < elapsed
 
 
 @each_script("ppo_llm")
@@ -81,6 +72,7 @@ def test_evaluations_and_the_completions_that_are_kept(toy_run, spy, algo):
     run_dir, metrics = toy_run(eval_rows=5, total_iterations=3, eval_every=2, temperature=0.5)
     assert [args[4] for args, _ in calls] == [0, 1, 0.5, 0.5, 0, 1, 0.5, 0, 1]
     assert torch.equal(calls[1][0][2], calls[8][0][2])  # with the same noise each time
+    assert all(0 < m["time/rollout"] < m["time/iteration"] < 60 for m in metrics[1:])
     assert [("eval/score" in m) for m in metrics] == [True, False, True, True]
     kinds = ("eval", "eval/score", 5), ("eval_sampled", "eval/score_sampled", 5), ("step", "reward/mean", 8)
     for name, score, number in kinds:

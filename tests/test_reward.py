@@ -48,21 +48,18 @@ def score(*args, **options):
 
 
 POOL = """
-import os
 from concurrent.futures import ProcessPoolExecutor
 
 from reward_helper import BONUS, spawn
 
 
 def one(text):
-    return len(text) + BONUS, os.getpid()
+    return len(text) + BONUS
 
 
-def f(prompts, responses, answers):
+def f(responses):
     with ProcessPoolExecutor(1, spawn) as pool:
-        scores, pids = zip(*pool.map(one, responses))
-    assert os.getpid() not in pids
-    return scores
+        return [*pool.map(one, responses)]
 """
 HELPER = "import multiprocessing\nBONUS, spawn = 3, multiprocessing.get_context('spawn')\n"
 
@@ -172,9 +169,8 @@ def test_columns_are_passed_when_they_are_named(algo):
 
 
 def test_scores_may_be_anything_that_is_a_number(algo):
-    assert score(algo, lambda: torch.tensor([1.5, 2.0]), ["a", "b"]) == [1.5, 2.0]
-    assert score(algo, lambda prompts: [True, Decimal("3")], ["a", "b"]) == [1.0, 3.0]
-    assert score(algo, lambda responses: (len(x) for x in responses), ["a", "bb"]) == [1.0, 2.0]
+    for returned in torch.tensor([1.5, 2.0]), [1.5, Decimal("2")], (1 + x / 2 for x in (1, True + 1)):
+        assert score(algo, lambda scores=returned: scores, ["a", "b"]) == [1.5, 2.0]
 
 
 def test_a_reward_may_have_parts(algo):
