@@ -20,8 +20,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 def launched(script, tmp_path_factory):
     """By two processes, from another folder; for ppo_llm.py under the launcher."""
     elsewhere, out = tmp_path_factory.mktemp("elsewhere"), tmp_path_factory.mktemp("out")
-    flags = {"total_iterations": 1, "eval_rows": 20, "output_dir": out, "run_name": "run", "save_every": 1}
-    flags |= {"track": "tensorboard", "batch_size": 4 if script.stem == "grpo_llm" else 32, "minibatch_size": 16}
+    flags = {"total_iterations": 1, "eval_rows": 8, "output_dir": out, "run_name": "run", "save_every": 1}
+    flags |= {"track": "tensorboard", "batch_size": 2 if script.stem == "grpo_llm" else 16, "minibatch_size": 16}
     if script.stem == "ppo_llm":
         code, console = launch(script, flags, cwd=elsewhere)
     else:
@@ -42,7 +42,7 @@ def test_the_console_says_what_runs(script, launched):
     block, _, after = console[console.index(f"{script.name}: 2 process(es) on cpu, float32") :].partition("run folder ")
     assert len(block.splitlines()) <= 10 and console.count(f"{script.name}: ") == 1
     assert "EOS ids [1]" in block and "4000 rows, 4000 distinct, 0 left out; the first ends in '" in block
-    batch = "4 x 8 responses in minibatches of 16" if script.stem == "grpo_llm" else "32 responses, minibatches of 16"
+    batch = "2 x 8 responses in minibatches of 16" if script.stem == "grpo_llm" else "16 responses, minibatches of 16"
     assert f"batch      {batch}, 1 epoch(s)\n" in block
     coefficients = "0.0 in the reward, 0.001" if script.stem == "grpo_llm" else "0.001 in the reward, 0.0"
     assert f"KL         to the reference: {coefficients} in the loss\n" in block
@@ -76,8 +76,8 @@ def test_the_run_folder_is_complete(script, launched):
             AutoModel.from_pretrained(run_dir / name / "critic")
             assert load_file(run_dir / name / "critic" / "model.safetensors")["score.weight"].shape[0] == 1
     completions = {path.stem: len(read_rows(path)) for path in (run_dir / "completions").iterdir()}
-    evaluations = dict.fromkeys(("eval_000000", "eval_sampled_000000", "eval_000001", "eval_sampled_000001"), 20)
-    assert completions == {"step_000001": 32} | evaluations
+    evaluations = dict.fromkeys(("eval_000000", "eval_sampled_000000", "eval_000001", "eval_sampled_000001"), 8)
+    assert completions == {"step_000001": 16} | evaluations
     assert all("batch" in row for row in read_rows(run_dir / "completions" / "step_000001.jsonl"))  # of both ranks
 
 
@@ -135,13 +135,6 @@ def test_a_callers_file_by_two_processes_is_that_by_one_and_is_kept(script, toy_
         m = read_metrics(run_dir)[1]  # here the KL is still 0
         assert m["reward/total_mean"] == pytest.approx(m["reward/mean"] / 2, rel=1e-5) and m["reward/mean"] > 0
     assert texts[0] == texts[1] and len(texts[0]) == 4 * 7 + 2 * 8
-
-
-def test_what_every_rank_finds_is_one_sentence(script, toy_flags, tmp_path):
-    code, console = forked(script, toy_flags | {"output_dir": tmp_path, "minibatch_size": 1}, timeout=200)
-    sentences = [line for line in console.splitlines() if line.startswith("error: ")]
-    assert code != 0 and len(sentences) in (1, 2) and len({*sentences}) == 1 and "2 processes" in sentences[0], console
-    assert "Traceback" not in console[: console.index("error: ")] and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ functions make of a whole iteration: test_oracle.py.
 import bisect
 import math
 import statistics
-import time
 from decimal import Decimal
 from itertools import product
 
@@ -27,22 +26,10 @@ class Case:
         lengths = [1, T] + torch.randint(2, T, (B - 2,), generator=self.random).tolist()
         self.mask = torch.arange(T) < torch.tensor(lengths)[:, None]
         self.mask[1, 2:4] = False
-        self.valid = [(i, t) for i, t in product(range(B), range(T)) if self.mask[i, t]]
 
     def draw(self, scale=1.0, shift=0.0):
         x = shift + scale * torch.randn(B, T, generator=self.random, dtype=torch.float64)
         return torch.where(self.mask, x, self.junk)
-
-    def rows(self, x):
-        """The valid entries of every row, as Python numbers."""
-        return [x[i, self.mask[i]].tolist() for i in range(B)]
-
-    def matrix(self, f):
-        """f(i, t) at every valid token, 0 elsewhere."""
-        result = torch.zeros(B, T, dtype=torch.float64)
-        for i, t in self.valid:
-            result[i, t] = f(i, t)
-        return result
 
 
 @pytest.fixture(params=[9.0, math.nan])
@@ -67,7 +54,7 @@ def gradient(f, x):
 def test_count_actions(algo, case):
     """Of rows without an action, as an environment's text alone would be, none is counted."""
     mask = torch.cat([case.mask, torch.zeros(2, T, dtype=torch.bool)])
-    assert algo.count_actions(mask) == [len(case.valid), B]
+    assert algo.count_actions(mask) == [case.mask.sum(), B]
     assert algo.count_actions(mask[-2:]) == [0, 0] == algo.count_actions(mask[:0])
 
 
@@ -77,7 +64,8 @@ def test_masked_whiten(algo, case, shift):
     tokens = x[case.mask].tolist()
     mean, variance = statistics.mean(tokens), statistics.variance(tokens)
     whitened = algo.masked_whiten(x, case.mask)
-    close(whitened, case.matrix(lambda i, t: (x[i, t].item() - mean) / math.sqrt(variance + 1e-8)), 1e-6)
+    close(whitened[case.mask], [(token - mean) / math.sqrt(variance + 1e-8) for token in tokens], 1e-6)
+    assert (whitened[~case.mask] == 0).all()
     assert algo.masked_whiten(x.float(), case.mask).dtype == torch.float32
 
 
@@ -109,12 +97,12 @@ def test_gae(algo, case, gamma, lam):
     rewards, values = case.draw(), case.draw()
     advantages, returns = algo.gae(rewards, values, case.mask, gamma, lam)
     assert (advantages[~case.mask] == 0).all() and (returns[~case.mask] == 0).all()
-    for i, (r, v) in enumerate(zip(case.rows(rewards), case.rows(values))):
-        n, a = len(r), advantages[i, case.mask[i]]
-        v = v + [0]
+    for i, mask in enumerate(case.mask):
+        r, v, a = rewards[i, mask].tolist(), [*values[i, mask].tolist(), 0], advantages[i, mask]
+        n = len(r)
         deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(n)]
         close(a, [sum((gamma * lam) ** k * deltas[t + k] for k in range(n - t)) for t in range(n)])
-        close(returns[i, case.mask[i]], a + double(v[:n]))
+        close(returns[i, mask], a + double(v[:n]))
 
 
 def kl(kind, d):
@@ -171,13 +159,13 @@ def test_policy_loss(algo, low, high):
 @pytest.mark.parametrize("mode", MODES)
 def test_aggregate_leaves_out_what_is_masked(algo, case, mode):
     """A rank may have only masked rows, in a full step or in an empty one."""
-    losses, counts = case.draw(), (len(case.valid), B, MAX_LENGTH)
+    losses, counts = case.draw(), (int(case.mask.sum()), B, MAX_LENGTH)
     clean = torch.where(case.mask, losses, 0)
     close(algo.aggregate(losses, case.mask, mode, *counts), algo.aggregate(clean, case.mask, mode, *counts))
     slopes = gradient(lambda x: algo.aggregate(x, case.mask, mode, *counts), losses)
     assert torch.equal(slopes != 0, case.mask)
     empty = torch.zeros_like(case.mask)
-    for counts in (len(case.valid), B, MAX_LENGTH), (0, 0, MAX_LENGTH):
+    for counts in (int(case.mask.sum()), B, MAX_LENGTH), (0, 0, MAX_LENGTH):
         assert algo.aggregate(losses, empty, mode, *counts) == 0
         assert (gradient(lambda x: algo.aggregate(x, empty, mode, *counts), losses) == 0).all()
 
@@ -236,15 +224,6 @@ def test_gsm8k_number(algo, number):
     for text in NUMBERS[number].split("|"):
         found = algo.gsm8k_number(text)
         assert math.isnan(found) if number == "nan" else found == Decimal(number), text
-
-
-def test_gsm8k_number_is_quick(algo):
-    """A model that has gone wrong may write nothing but white space after the mark."""
-    fillers = " ", "\n", "-", ",", "1", "1,", "$ ", "( ", "*", "a ", "5 a"
-    for text in [*("####" + filler * 2000 + "!x" for filler in fillers), "#### 1 a" + " " * 30000 + "!"]:
-        start = time.process_time()
-        algo.gsm8k_number(text)
-        assert time.process_time() - start < 0.2, repr(text[:20])
 
 
 def test_gsm8k(algo):
