@@ -60,8 +60,7 @@ PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16], [9, 10]]
 
 
 def test_responses_to_one_prompt_are_those_to_each_alone(model, spy):  # noqa: F811
-    """Whatever the sizes of the groups: one prompt after the other by the script that knows no groups. Only equal
-    neighbours share a row, not a prompt that begins like its neighbour, or that comes back later."""
+    """By the script that knows no groups. Only equal neighbours share a row."""
     ppo = load_script(path_of("ppo_llm"))
     prompts = [prompt for prompt, size in zip(PROMPTS, (1, 4, 2, 5)) for _ in range(size)]
     uniforms = noise(len(prompts), 12)

@@ -137,13 +137,13 @@ def test_a_callers_file_by_two_processes_is_that_by_one_and_is_kept(script, toy_
     assert texts[0] == texts[1] and len(texts[0]) == 4 * 7 + 2 * 8
 
 
-@pytest.mark.parametrize(
-    "returned, sentence, times",
-    [
-        ("[float('inf')] * len(prompts)", r"the reward must be finite numbers, not \(inf,\), of ", 1),
-        ("{'other': [0.0] * len(prompts)}", r"the reward must return the same parts .*'other'.*", 2),  # they tell them
-    ],
-)
+FINDS = [("[float('inf')] * len(prompts)", r"the reward must be finite numbers, not \(inf,\), of ", 1)]
+FINDS += [
+    ("{'other': [0.0] * len(prompts)}", r"the reward must return the same parts .*'other'.*", 2)
+]  # they tell them
+
+
+@pytest.mark.parametrize("returned, sentence, times", FINDS)
 def test_what_one_rank_finds_that_rank_prints(script, toy_flags, tmp_path, returned, sentence, times):
     reward = f"import os\ndef f(prompts): return {returned} if os.environ['RANK'] == '1' else [0.0] * len(prompts)\n"
     (tmp_path / "one_reward.py").write_text(reward)

@@ -23,7 +23,7 @@ by_kind = each_script("ppo_llm", "ppo_llm_fsdp")  # checkpoints are files, or fo
 
 RUN = {"track": "none", "total_iterations": 6, "max_response_length": 8, "microbatch_tokens": 128, "lr": 1e-2}
 RUN |= {"eval_every": 2, "eval_rows": 3, "kl_reward_coef": 0.1, "warmup_iterations": 4, "keep_checkpoints": 9}
-PPO = {"batch_size": 4, "minibatch_size": 4, "critic_lr": 1e-2, "critic_warmup_iterations": 4}
+PPO = {"batch_size": 4, "minibatch_size": 4, "critic_lr": 1e-2, "critic_warmup_iterations": 4}  # only a critic yet
 GRPO = {"batch_size": 2, "minibatch_size": 4, "group_size": 2}
 LORA = PPO | {"lora_rank": 4, "critic_warmup_iterations": 1}
 CASES = [("ppo_llm", PPO, False), ("grpo_llm", GRPO | {"lora_rank": 4}, False), ("ppo_llm_fsdp", PPO, False)]
@@ -59,8 +59,7 @@ def remove(path):
 
 @pytest.mark.parametrize("script, own, composed", CASES, indirect=["script"], scope="module")
 def test_six_iterations_are_four_and_the_rest(script, tiny_model, toy_data, toy_reward, tmp_path, own, composed):
-    """Broken off in iteration 5, gone on with from 3, where with PPO only the critic has been trained. To go on with a
-    finished run changes nothing."""
+    """Broken off in iteration 5, gone on with from 3; to go on with a finished run changes nothing."""
     script = compose(tmp_path) if composed else script
     flags = RUN | own | {"model": tiny_model, "dataset": toy_data, "reward": toy_reward, "output_dir": str(tmp_path)}
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
@@ -117,12 +116,9 @@ def test_what_another_script_wrote_is_refused_and_left_alone(script, toy_run, to
 def test_a_checkpoint_of_another_model(toy_run, tmp_path):
     run_dir, before = toy_run(total_iterations=1, save_every=1, run_name="mine")
     deeper = make_model(tmp_path / "deeper", num_hidden_layers=3)
-    wider = make_model(tmp_path / "wider", hidden_size=48)
     flags = {"run_name": "mine", "resume": True}
     assert "step_000001.pt was written with another model" in refusal(lambda: toy_run(model=deeper, **flags))
     assert "another --lora-rank than policy has now" in refusal(lambda: toy_run(lora_rank=2, **flags))
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        toy_run(model=wider, **flags)
     assert read_metrics(run_dir) == before
 
 
@@ -183,8 +179,7 @@ def test_lines_after_the_checkpoint_go_and_lines_that_are_missing_stay_missing(t
 
 @by_kind
 def test_what_is_added_to_the_state_survives(algo, toy_run, monkeypatch):
-    """An old checkpoint without it still loads. What could not be loaded stops the first save rather than the restart:
-    the error names the type."""
+    """What could not be loaded stops the first save rather than the restart: the error names the type."""
     save, load, loaded = algo.save_checkpoint, algo.load_checkpoint, []
 
     def adding(value):
@@ -286,10 +281,8 @@ THREE = {"total_iterations": 3, "save_every": 1, "run_name": "run"}
 
 
 def interrupted(folder, signals=(), call=2):
-    """A reward that at this call gets these signals, on rank 1 or the only one.
-
-    From this call on each rank waits while `gate` is there, and makes gate0 or gate1 to say so.
-    """
+    """A reward that at this call gets these signals, on rank 1 or the only one. From this call on each rank waits while
+    `gate` is there, and makes gate0 or gate1 to say so."""
     name = "_".join(["reward_of", folder.name, *signals])
     (folder / f"{name}.py").write_text(REWARD.format(call=call, signals=signals, gate=str(folder / "gate")))
     return f"{folder}/{name}.py:early"

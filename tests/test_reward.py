@@ -91,8 +91,7 @@ def f(prompts, responses, answers):
 
 
 def test_what_a_reward_forks_dies_of_sigterm(script, toy_flags, tmp_path):
-    """As the workers of a pool must, at once: the run itself answers by finishing its iteration. A signal that comes
-    before a worker has run a line would be lost, and a pool that ends wait for ever."""
+    """At once, as the workers of a pool must, before they have run a line. The run itself would go on."""
     (tmp_path / "reward_that_forks.py").write_text(FORKS)
     flags = toy_flags | {"reward": f"{tmp_path}/reward_that_forks.py:f", "output_dir": tmp_path, "run_name": "run"}
     code, console = forked(script, flags | {"total_iterations": 1}, 1)
@@ -200,30 +199,23 @@ NUMBER = "error: the reward must be finite numbers, not {}, of 'b' in answer to 
     "returned, sentence",
     [
         ([0.123456789] * 1000, COUNT.format(1000, str([0.123456789] * 1000)[:300])),  # shortened
-        ([], COUNT.format(0, "[]")),
         ({}, COUNT.format(0, "{}")),
         ({"format": [1, 2]}, COUNT.format(2, "{'format': [1, 2]}")),
         ([1.0, math.nan, 0.0], NUMBER.format("(nan,)")),
         ([1.0, -math.inf, 0.0], NUMBER.format("(-inf,)")),
-        ([1.0, None, 0.0], NUMBER.format("(None,)")),
         ([1.0, "3", 0.0], NUMBER.format("('3',)")),
         ([1.0, {"format": 1.0}, 0.0], NUMBER.format("({'format': 1.0},)")),  # a dictionary for each response
         ({"format": [1, 2, 3], "correct": [1, math.nan, 3]}, NUMBER.format("(2, nan)")),
-        (SystemExit(0), "error: the reward function has ended the program: exit(0)"),
     ],
 )
 def test_what_a_reward_returns_may_be_refused(algo, returned, sentence):
     """By the response that has no number. One that ends the program would end the run as if all were well."""
-
-    def reward():
-        if isinstance(returned, SystemExit):
-            raise returned
-        return returned
-
-    assert refusal(lambda: results(algo, reward, ["a", "b", "c"])) == sentence
+    assert refusal(lambda: results(algo, lambda: returned, ["a", "b", "c"])) == sentence
+    sentence = "error: the reward function has ended the program: exit(0)"
+    assert refusal(lambda: results(algo, lambda: sys.exit(0), ["a", "b", "c"])) == sentence
 
 
-@pytest.mark.parametrize("returned", [None, 1.0, {0: 6.0}, {"format": [1, 2, 3], "correct": [1, 2]}], ids=repr)
+@pytest.mark.parametrize("returned", [None, {"format": [1, 2, 3], "correct": [1, 2]}], ids=repr)
 def test_what_is_no_list_of_numbers_ends_the_run(algo, returned):
     with pytest.raises((TypeError, ValueError), match=r"not iterable|zip"):
         results(algo, lambda: returned, ["a", "b", "c"])

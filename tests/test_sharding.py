@@ -50,8 +50,7 @@ def prompts_of(algo, rank):
 
 
 def sample(folder):
-    """Both ways to sample from a sharded policy, each rank with prompts of its own; and with a rank that samples twice
-    while the other does not at all."""
+    """Both ways, each rank with prompts of its own; and with a rank that samples twice, the other not at all."""
     with joined() as (algo, _, sharding):
         policy, rank, found = load_policy(algo, folder, sharding), dist.get_rank(), {}
         prompts, noise = prompts_of(algo, rank)
