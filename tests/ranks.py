@@ -80,9 +80,7 @@ def free_port():
 
 def fork_ranks(world, function, *args, timeout=500, meanwhile=None):
     """function(*args), of a module that can be imported, on each of `world` ranks: exit codes, consoles, results.
-
-    As under a launcher all end when one has failed. meanwhile: called with the processes while they run.
-    """
+    All end when one has failed, as under a launcher. meanwhile: called with the processes while they run."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         processes = []
@@ -145,11 +143,8 @@ class SGD(torch.optim.SGD):
 
 
 def fixed_responses(algo, group_size):
-    """In place of `generate`: made from the place in the global batch alone, and as uneven as can be.
-
-    Odd prompts, which are rank 1's, get one or two tokens; the others up to all, some without an EOS. Their log-probs
-    are the model's: the script compares them with those of the training pass.
-    """
+    """In place of `generate`: made from the place in the global batch alone, and as uneven as can be: odd prompts,
+    which are rank 1's, get one or two tokens; the others up to all, some without an EOS. With the model's log-probs."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
     def generate(model, prompts, uniforms, eos_ids, temperature):
@@ -176,10 +171,8 @@ class BrokenOff(Exception):
 
 
 def train(script, runs):
-    """One run of `main` after the other: a list of {metrics, weights, gradients, sizes}.
-
-    runs: of (fields of Args, options). Options: sgd; fixed: made-up responses; dies: the iteration that never begins.
-    """
+    """One run of `main` after the other: a list of {metrics, weights, gradients, sizes}. runs: of (fields of Args,
+    options). Options: sgd; fixed: made-up responses; dies: the iteration that never begins."""
     algo, results = load_script(script), []
     for flags, options in runs:
         found, dies = {"gradients": [], "sizes": [], "weights": {}}, options.get("dies", 0)

@@ -3,14 +3,12 @@
 import datetime
 import json
 import re
-from decimal import Decimal
 
 import datasets
 import pytest
-from conftest import make_tokenizer, read_metrics, read_rows, refusal, toy_rows, write_rows
-from tokenizers import Tokenizer, models, pre_tokenizers
+from conftest import make_model, make_tokenizer, read_rows, refusal, toy_rows, write_rows
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[:1] }}#{{ m.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}a#{% endif %}"
@@ -37,6 +35,8 @@ def load(algo, source, tokenizer=None, **flags):
     return algo.load_prompts(str(source), table, args, tokenizer or make_tokenizer())
 
 
+# --- Where rows come from --------------------------------------------------------------------------------------------
+
 CHAT = chat("hi", "yes?", "1+1?")
 VERL = {"data_source": "x", "ability": "math", "extra_info": {"split": "train", "index": 0}}
 VERLS = {"prompt_column": "prompt", "answer_column": "reward_model"}  # flags
@@ -48,18 +48,14 @@ FORMATS = {  # name: (row, flags, prompt, answer)
     "TRL chat": ({"prompt": CHAT, "solution": 2}, TRLS, "hi\nyes?\n1+1?", 2),
     "no answers": ({"question": "one", "answer": "2"}, {"reward": "r.py:f", "answer_column": None}, "one", None),
 }
-ENDINGS = "json", "jsonl.gz", "parquet", "csv", "folder", "folder of splits", "folder from the hub"
+ENDINGS = "json", "jsonl.gz", "parquet", "csv", "folder", "folder of splits"
 CASES = [(name, "jsonl") for name in FORMATS] + [("GSM8K raw", ending) for ending in ENDINGS] + [("verl", "parquet")]
 
 
 def save(path, row, ending):
     """Two rows of training data."""
     table = datasets.Dataset.from_list([row, row])
-    if ending == "folder from the hub":
-        path.mkdir()
-        (path / "README.md").write_text("---\nlicense: mit\n---\nQuestions.\n")
-        table.to_parquet(path / "train-00000-of-00001.parquet")
-    elif ending == "folder of splits":
+    if ending == "folder of splits":
         datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(path)
     elif ending == "folder":
         table.save_to_disk(path)
@@ -89,16 +85,14 @@ def test_formats(algo, tmp_path, monkeypatch, name, ending):
     "name, beside",
     [
         ("a[1].jsonl", "a1.jsonl"),  # as a pattern it would name the other
-        ("a?.jsonl", "ab.jsonl"),
         ("x/data.jsonl", "x/x.py"),  # once taken for the loader of the folder
         ("DATA.JSONL", "data.jsonl"),
-        ("b.csv", "B.CSV"),
     ],
 )
 def test_the_file_named_is_read_whatever_stands_beside_it(algo, tmp_path, name, beside):
     for place, text in (name, "right"), (beside, "wrong"):
         (tmp_path / place).parent.mkdir(exist_ok=True)
-        (tmp_path / place).write_text("question\n" + text if "csv" in name else json.dumps({"question": text}))
+        (tmp_path / place).write_text(json.dumps({"question": text}))
     splits = algo.read_splits(f"{tmp_path}/{name}")
     assert {split: table["question"][:] for split, table in splits.items()} == {"train": ["right"]}
 
@@ -129,8 +123,7 @@ def saved(folder, splits):
         (("validation", "train", "test"), None, "test"),
         (("train", "validation"), None, None),  # only what is called so, or what is named, is evaluated
         (("train", "test"), ("validation",), "validation"),
-        (("train", "test"), ("train",), "train"),
-        (("train",), ("validation", "test"), "test"),
+        (("train",), ("validation", "test", "dev"), "test"),
         (("train",), ("train", "dev", "validation"), "validation"),  # without `test`, the last one
     ],
 )
@@ -143,37 +136,27 @@ def test_which_split_is_evaluated(algo, tmp_path, training, named, found):
     assert train["question"] == ["train"] and (test and test["question"][0]) == found
 
 
-def test_evaluation_only_takes_every_row_of_the_test_data(toy_run, tmp_path, capsys):
-    path = write_rows(tmp_path / "questions.jsonl", toy_rows(5))
-    run_dir, _ = toy_run(total_iterations=0, eval_dataset=path, eval_rows=512)
-    assert f"eval       {path}: 5 rows, 5 distinct, 0 left out; the first 5 are evaluated" in capsys.readouterr().out
-    rows = read_rows(run_dir / "completions" / "eval_000000.jsonl")
-    assert sorted(row["prompt"] for row in rows) == sorted(row["question"] for row in toy_rows(5))
-
-
 def test_without_test_data_a_run_says_so_and_trains(toy_run, tmp_path, capsys):
     write_rows(tmp_path / "test.jsonl", toy_rows(8))  # a file beside the training file is not guessed
     path = write_rows(tmp_path / "train.jsonl", toy_rows(8))
     run_dir, metrics = toy_run(dataset=path, eval_dataset=None, eval_rows=512, total_iterations=1)
-    line = "eval       no test data (--eval-dataset); the first 0 are evaluated"
-    assert capsys.readouterr().out.count(line) == 1
+    assert capsys.readouterr().out.count("eval       no test data (--eval-dataset); the first 0 are evaluated") == 1
     assert metrics[0] == {"step": 0} and not any(name.startswith("eval/") for name in metrics[1])
     assert [path.name for path in run_dir.glob("completions/*")] == ["step_000001.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "template, flag, prompt",
-    [
-        (TEMPLATE, None, "<eos2>u#hi\na#yes?\nu#1+1?\na#"),  # which asks for the next turn
-        (TEMPLATE, "none", "hi\nyes?\n1+1?"),
-        (None, None, "hi\nyes?\n1+1?"),
-    ],
-)
-def test_a_chat_becomes_a_prompt_with_one_bos(algo, tmp_path, template, flag, prompt):
+# --- What becomes of a prompt ----------------------------------------------------------------------------------------
+
+
+def test_a_chat_becomes_a_prompt_with_one_bos(algo, tmp_path):
+    """And with a template that asks for the next turn."""
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": CHAT, "answer": "2"}])
-    (row,), _ = load(algo, path, tokenizer_with_bos(template), chat_template=flag, prompt_column="prompt")
-    assert row["prompts"] == prompt and row["messages"] == CHAT
-    assert row["input_ids"] == [2, *make_tokenizer()(prompt.removeprefix("<eos2>"))["input_ids"]]
+    plain = "hi\nyes?\n1+1?"
+    cases = (TEMPLATE, None, "<eos2>u#hi\na#yes?\nu#1+1?\na#"), (TEMPLATE, "none", plain), (None, None, plain)
+    for template, flag, prompt in cases:
+        (row,), _ = load(algo, path, tokenizer_with_bos(template), chat_template=flag, prompt_column="prompt")
+        assert row["prompts"] == prompt and row["messages"] == CHAT
+        assert row["input_ids"] == [2, *make_tokenizer()(prompt.removeprefix("<eos2>"))["input_ids"]]
 
 
 REQUEST = """ Let's think step by step and output the final answer after "####"."""
@@ -202,12 +185,18 @@ def test_a_question_asks_for_what_the_reward_looks_for(algo, tmp_path, flags, te
 
 
 def test_the_template_of_a_file_makes_the_prompts_and_is_saved(toy_run, tmp_path):
+    """By a tokenizer with a BOS, which is in no text. The sampler reads it as the training pass does."""
+    model = make_model(tmp_path / "model")
+    tokenizer_with_bos(None).save_pretrained(model)
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    run_dir, _ = toy_run(chat_template=f"{tmp_path}/chat.jinja", total_iterations=1)
+    run_dir, metrics = toy_run(model=model, chat_template=f"{tmp_path}/chat.jinja", total_iterations=1)
     rows = read_rows(run_dir / "completions" / "step_000001.jsonl")
-    assert rows and all(re.fullmatch(r"u#what is .*\na#", row["prompt"]) for row in rows)
+    for row in rows:
+        assert re.fullmatch(r"<eos2>u#what is .*\na#", row["prompt"]) and "<eos2>" not in row["response"]
+        assert row["batch"]["tokens"].index(2) == 0
+    assert rows and metrics[1]["rollout/logprob_diff"] < 1e-5
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "final")
-    assert tokenizer.apply_chat_template(chat("hi"), tokenize=False, add_generation_prompt=True) == "u#hi\na#"
+    assert tokenizer.apply_chat_template(chat("hi"), tokenize=False, add_generation_prompt=True) == "<eos2>u#hi\na#"
 
 
 def test_a_template_gets_its_arguments(algo, tmp_path):
@@ -238,8 +227,10 @@ def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
     # The BOS counts, but does not make a prompt of an empty text; the request of the reward does not either.
     rows, summary = load(algo, path, tokenizer_with_bos(None), **flags)
     assert [row["prompts"] for row in rows] == ["d"] and "4 left out" in summary
-    rows, _ = load(algo, path, prompt_column="prompt")
-    assert len(rows) == 4
+    assert len(load(algo, path, prompt_column="prompt")[0]) == 4
+
+
+# --- Refusals --------------------------------------------------------------------------------------------------------
 
 
 # How numbers may be written: test_math.py.
@@ -250,28 +241,13 @@ def load_gold(algo, gold):
     return row["answers"]
 
 
-GOLDS = [
-    ("so #### 18", 18),
-    ("x #### 3 #### 4", 4),
-    ("3/4 #### 0.75", 0.75),
-    ("  1,234 ", 1234),
-    (5, 5),
-    (5.0, 5),
-    ("x = 5", 5),
-]
-
-
-@pytest.mark.parametrize("gold, number", GOLDS)
-def test_a_reference_answer_is_one_number(algo, gold, number):
-    responses = [f"#### {number}", f"#### {number + 1}"]
-    assert algo.gsm8k(responses, [load_gold(algo, gold)] * 2) == [1, 0]
-
-
-@pytest.mark.parametrize("gold", ["3/4", "x1 = 5", "####5####", "", None, float("nan"), True, 1e-7], ids=repr)
-def test_what_is_more_than_a_number_is_no_reference_answer(algo, gold):
-    """Half of it would be read, 3 of 3/4: right answers would score 0, and wrong ones 1."""
-    sentence = f"error: rows, row 1: --reward gsm8k needs one number as the reference answer, not {gold!r}"
-    assert refusal(lambda: load_gold(algo, gold)) == sentence
+def test_a_reference_answer_is_one_number(algo):
+    """Of what is more, half would be read, 3 of 3/4: right answers would score 0, and wrong ones 1."""
+    for gold, number in ("so #### 18", 18), ("x #### 3 #### 4", 4), ("  1,234 ", 1234), (5.0, 5), ("x = 5", 5):
+        assert algo.gsm8k([f"#### {number}", f"#### {number + 1}"], [load_gold(algo, gold)] * 2) == [1, 0]
+    for gold in "3/4", "x1 = 5", "####5####", "", None, float("nan"), True, 1e-7:
+        sentence = f"error: rows, row 1: --reward gsm8k needs one number as the reference answer, not {gold!r}"
+        assert refusal(lambda gold=gold: load_gold(algo, gold)) == sentence
 
 
 @pytest.fixture
@@ -289,112 +265,44 @@ def refused(algo, toy_run, tmp_path, monkeypatch):
 
 NO_COLUMN = " has no column {}; --prompt-column, --answer-column (or None): {}"
 NO_PROMPT = ", row 1: a prompt is a text or a chat of texts that awaits an answer, not {!r}"
-NO_NUMBER = ", row 1: --reward gsm8k needs one number as the reference answer, not '3 of 4 are #### 3/4'"
+DAY = datetime.datetime(2021, 1, 2)  # what the loader of .jsonl makes of "2021-01-02"
 REFUSED = [  # a row, flags, what is said of it
     ({"text": "a", "answer": "1"}, {}, NO_COLUMN.format("prompt", ["text", "answer"])),
-    ({"prompt": "a", "label": "1"}, {}, NO_COLUMN.format("answer", ["prompt", "label"])),
     ({"prompt": "a", "answer": "1"}, {"answer_column": "gold"}, NO_COLUMN.format("gold", ["prompt", "answer"])),
-    ({"prompt": "how many?", "answer": "3 of 4 are #### 3/4"}, {"reward": "gsm8k"}, NO_NUMBER),
+    (
+        {"prompt": "when?", "answer": DAY},
+        {},
+        f", row 1: `datasets` made {DAY!r} of the answer; in a .csv file it stays a text",
+    ),
 ]
-NO_PROMPTS = [
-    None,
-    5,
-    [],
-    ["a", "b"],
-    [chat("1+1?")],
-    [None],
-    [*chat("1+1?"), {"role": "user", "content": None}],
-    chat("1+1?", "2"),
-]
-NO_PROMPTS += [[{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}]]  # in parts
+NO_PROMPTS = [None, 5, [], ["a", "b"], [chat("1+1?")], [*chat("1+1?"), {"role": "user", "content": None}]]
+NO_PROMPTS += [chat("1+1?", "2"), [{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}]]
 NO_PROMPTS += [[{"from": "human", "value": "1+1?"}]]  # ShareGPT
-DAY = datetime.datetime(2021, 1, 2)  # what the loader of .jsonl makes of "2021-01-02"
-DATE = f", row 1: `datasets` made {DAY!r} of the answer; in a .csv file it stays a text"
-REFUSED += [({"prompt": "when?", "answer": DAY}, {}, DATE)]
 REFUSED += [({"prompt": prompt, "answer": "1"}, {}, NO_PROMPT.format(prompt)) for prompt in NO_PROMPTS]
 
 
-@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
 @pytest.mark.parametrize("row, flags, said", REFUSED)
-def test_rows_that_are_refused(refused, tmp_path, row, flags, said, flag):
+def test_rows_that_are_refused(refused, tmp_path, row, flags, said):
+    """Also in the test data."""
     path = str(tmp_path / "rows.parquet")
     datasets.Dataset.from_list([row]).to_parquet(path)
     good = write_rows(tmp_path / "good.jsonl", [{"prompt": "1+1?", "answer": "2", "gold": "2"}])
-    files = {"dataset": good, "eval_dataset": good} | {flag: path}
-    assert refused(prompt_column="prompt", **files, **flags) == f"error: {path}{said}"
-
-
-def test_gsm8k_without_answers(refused, toy_data, monkeypatch, algo):
-    monkeypatch.setattr("sys.argv", ["script.py", "--model", "m", "--answer-column", "None"])
-    line = refused(reward="gsm8k", answer_column=algo.parse_args().answer_column)
-    assert line == f"error: {toy_data}, row 1: --reward gsm8k needs one number as the reference answer, not None"
-
-
-@pytest.mark.parametrize("ending, content", [("jsonl", ""), ("json", "[]\n"), ("parquet", ""), ("csv", "question\n")])
-def test_an_empty_file_ends_the_run(algo, tmp_path, ending, content):
-    """In what the library says."""
-    path = tmp_path / f"nothing.{ending}"
-    path.write_text(content)
-    with pytest.raises((StopIteration, ValueError)):
-        algo.read_splits(str(path))
-
-
-def test_named_test_data_that_are_not_there(algo, toy_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(algo, "load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
-    with pytest.raises(FileNotFoundError, match=r"no\.jsonl"):
-        toy_run(eval_dataset=f"{tmp_path}/no.jsonl")
-    assert not (tmp_path / "runs").exists()
+    for flag in "dataset", "eval_dataset":
+        files = {"dataset": good, "eval_dataset": good} | {flag: path}
+        assert refused(prompt_column="prompt", **files, **flags) == f"error: {path}{said}"
 
 
 REWARD = "is neither gsm8k nor path/to/file.py:function, or another module is called "
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ({"max_prompt_length": 5}, "{}: every prompt is empty or has more than 5 tokens (--max-prompt-length)"),
-        ({"reward": "exact"}, f"--reward exact {REWARD}"),
-        ({"reward": "rewards:f"}, f"--reward rewards:f {REWARD}"),
-        ({"reward": "nowhere/rewards.py:f"}, f"--reward nowhere/rewards.py:f {REWARD}"),
-    ],
-)
-def test_flags_that_are_refused(refused, toy_data, flags, said):
-    assert refused(**flags).startswith(f"error: {said.format(toy_data)}")
-
-
-def word_tokenizer():
-    """One unknown token per word: fast enough for thousands of rows."""
-    words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words)
-
-
-@pytest.mark.parametrize("split, size", [pytest.param("train", 7473, marks=pytest.mark.slow), ("test", 1319)])
-def test_gsm8k_raw_and_in_verls_form_are_the_same_rows(algo, data_dir, split, size):
-    """No gold is refused; the request is verl's, word for word; gold solutions score 1, a neighbour's hardly ever."""
-    tokenizer, file = word_tokenizer(), data_dir / "gsm8k" / f"{split}.jsonl"
-    raw, summary = load(algo, file, tokenizer, prompt_suffix="")
-    assert len(raw) == size and summary.endswith(f": {size} rows, {size} distinct, 0 left out")
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    verl, summary = load(algo, data_dir / "gsm8k_verl" / f"{split}.parquet", tokenizer, **VERLS)
-    assert len(verl) == size and f": {size} rows, {size} distinct, 0 left out" in summary
-    assert [row["prompts"] for row in verl] == [f"<user>{row['prompts']}{REQUEST}<assistant>" for row in raw]
-    chats, _ = load(algo, file, tokenizer)
-    assert [(row["prompts"], row["input_ids"]) for row in chats] == [(x["prompts"], x["input_ids"]) for x in verl]
-    solutions, answers = [row["answers"] for row in raw], [row["answers"] for row in verl]
-    assert [algo.gsm8k_number(text) for text in solutions] == [Decimal(answer.replace(",", "")) for answer in answers]
-    for gold in (solutions, answers):
-        assert algo.gsm8k(solutions, gold) == [1.0] * size
-        assert sum(algo.gsm8k(solutions[1:] + solutions[:1], gold)) < 0.05 * size
-
-
-def test_a_pretrained_model_on_real_prompts(toy_run, data_dir):
-    """Another tokenizer, with a BOS; named columns; the sampler agrees with the training pass."""
-    stories, model = data_dir / "story_prompts", str(data_dir / "stories260K")
-    flags = {"dataset": f"{stories}/story_train.parquet", "eval_dataset": f"{stories}/story_test.parquet"}
-    flags |= {"prompt_column": "prompt_text", "answer_column": None, "eval_rows": 5, "total_iterations": 1}
-    run_dir, metrics = toy_run(model=model, **flags)
-    assert metrics[1]["kl/mean"] == 0 and metrics[1]["rollout/logprob_diff"] < 1e-5
-    rows = read_rows(run_dir / "completions" / "eval_000000.jsonl")
-    assert len(rows) == 5 and all("<s>" not in row["prompt"] + row["response"] for row in rows)
-    assert read_metrics(run_dir) == metrics
+def test_flags_that_are_refused(algo, refused, toy_run, toy_data, tmp_path, monkeypatch):
+    """The answer column None of the command line is none. Named test data that are not there are no test data."""
+    sentence = "every prompt is empty or has more than 5 tokens (--max-prompt-length)"
+    assert refused(max_prompt_length=5) == f"error: {toy_data}: {sentence}"
+    for reward in "exact", "rewards:f", "nowhere/rewards.py:f":
+        assert refused(reward=reward).startswith(f"error: --reward {reward} {REWARD}")
+    monkeypatch.setattr("sys.argv", ["script.py", "--model", "m", "--answer-column", "None"])
+    sentence = refused(reward="gsm8k", answer_column=algo.parse_args().answer_column)
+    assert sentence.endswith("row 1: --reward gsm8k needs one number as the reference answer, not None")
+    with pytest.raises(FileNotFoundError, match=r"no\.jsonl"):
+        toy_run(eval_dataset=f"{tmp_path}/no.jsonl")

@@ -4,20 +4,12 @@ import random
 
 import pytest
 import torch
-from conftest import copies, make_model, make_tokenizer
-from safetensors.torch import load_model
+from conftest import each_script, make_model, make_tokenizer
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForTokenClassification
 
-pytestmark = copies("ppo_llm", "grpo_llm")  # the sharded script samples and loads with the ranks of a group
+SCRIPT = "ppo_llm", "grpo_llm"  # one text in all; the sharded script samples and loads with the ranks of a group
+of_critics = each_script("ppo_llm")
 EOS, EOS2, FIRST_CHAR = 1, 2, 3
 VOCAB = len(make_tokenizer())
 # Lengths of prompts and responses: ragged, a response of one token, a prompt of one.
@@ -82,7 +74,7 @@ def sample(algo, model, prompts, uniforms, eos_ids=(EOS,), temperature=1.0):
     return algo.generate(model, prompts, uniforms, list(eos_ids), temperature)
 
 
-# --- Policy ----------------------------------------------------------------------------------------------------------
+# --- Policy and Critic -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -95,6 +87,18 @@ def test_logprobs_equal_bare_prefixes(algo, model, temperature):
         assert entropy[i, t].item() == pytest.approx(-(expected.exp() * expected).sum().item(), abs=2e-5)
     assert logprobs.dtype == entropy.dtype == torch.float32 and mask.sum() == 17
     assert not logprobs[~mask].any() and not entropy[~mask].any()
+
+
+@of_critics
+def test_values_equal_bare_prefixes(algo, critic):
+    """Of the state before the action: the text up to and with position i."""
+    tokens, mask = make_batch(algo)
+    values = critic.eval()(tokens, mask)
+    for i, t in mask.nonzero().tolist():
+        with torch.no_grad():
+            expected = critic.model.score(critic.model(tokens[i : i + 1, : t + 1]).last_hidden_state[0, -1])
+        assert values[i, t].item() == pytest.approx(expected.item(), abs=2e-5)
+    assert values.dtype == torch.float32 and not values[~mask].any() and values[mask].std() > 0.1
 
 
 def test_chunks_change_neither_results_nor_gradients(algo, model, spy):
@@ -120,29 +124,7 @@ def test_chunks_change_neither_results_nor_gradients(algo, model, spy):
             assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_the_entropy_has_no_part_in_the_gradient_of_logprobs(algo, model):
-    """Without a bonus its backward pass is not even run, and the gradients are the same to the bit as with one of 0."""
-    tokens, mask = make_batch(algo)
-    policy, found = algo.Policy(model, 0.7).train(), []
-    for coefficient in None, 0.0:
-        policy.zero_grad()
-        logprobs, entropy = policy(tokens, mask)
-        loss = logprobs.square() if coefficient is None else logprobs.square() - coefficient * entropy
-        loss.sum().backward()
-        found.append([p.grad.clone() for p in policy.parameters()])
-    assert all(map(torch.equal, *found)) and all(gradient.any() for gradient in found[0])
-    nodes = []
-    for output in logprobs, entropy:
-        todo, seen = [output.grad_fn], set()
-        while todo:
-            node = todo.pop()
-            todo += [after for after, _ in node.next_functions if after not in {None, *seen}]
-            seen.add(node)
-        nodes.append({node.name() for node in seen})
-    assert "ExpBackward0" in nodes[1] - nodes[0]  # of the probabilities in the entropy
-
-
-@copies("ppo_llm")
+@of_critics
 def test_a_training_pass_keeps_no_cache(algo, model, critic):
     """Keys and values are for sampling: here they would only hold memory."""
     passes, batch = [], make_batch(algo)
@@ -153,19 +135,21 @@ def test_a_training_pass_keeps_no_cache(algo, model, critic):
     assert [output.past_key_values for output in passes] == [None, None, None]
 
 
-@copies("ppo_llm")
-def test_dropout_of_the_checkpoint_is_off_in_train_mode(algo, tmp_path, folder):
-    arch = AutoModelForCausalLM.from_pretrained(folder).config.model_type
-    folder, (tokens, mask) = make_model(tmp_path, arch, dropout=0.5), make_batch(algo)
-    plain = AutoModelForCausalLM.from_pretrained(folder).train()
-    assert not torch.equal(plain(tokens).logits, plain(tokens).logits)  # it would be on
+@of_critics
+def test_loaded_without_dropout_and_in_float32(algo, tmp_path, folder):
+    """Whatever the checkpoint says, also in train mode."""
+    arch = AutoConfig.from_pretrained(folder).model_type
+    folder, batch = make_model(tmp_path, arch, dropout=0.5), make_batch(algo)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train()
+    assert not torch.equal(plain(batch[0]).logits, plain(batch[0]).logits)  # it would be on
+    plain.save_pretrained(folder)
     policy = algo.Policy(algo.load_model(folder, AutoModelForCausalLM), 1.0).train()
-    assert torch.equal(policy(tokens, mask)[0], policy(tokens, mask)[0])
     critic = with_a_head(load_critic(algo, folder)).train()
-    assert critic(tokens, mask).any() and torch.equal(critic(tokens, mask), critic(tokens, mask))
+    assert torch.equal(policy(*batch)[0], policy(*batch)[0]) and torch.equal(critic(*batch), critic(*batch))
+    assert {p.dtype for module in (policy, critic) for p in module.parameters()} == {torch.float32}
 
 
-@copies("ppo_llm")
+@of_critics
 def test_bfloat16_autocast_returns_float32(algo, model, critic):
     """The passes are in bfloat16, what comes out is float32 and has more digits than bfloat16."""
     batch, policy = make_batch(algo), algo.Policy(model, 1.0)
@@ -180,43 +164,9 @@ def test_bfloat16_autocast_returns_float32(algo, model, critic):
         assert (x.bfloat16().float() != x)[batch[1]].float().mean() > 0.5
 
 
-# --- Critic ----------------------------------------------------------------------------------------------------------
-
-
-@copies("ppo_llm")
-def test_padding_changes_nothing(algo, model, critic):
-    """Whatever ids stand behind the rows: the same to the last bit, gradients too."""
-    tokens, mask = make_batch(algo)
-    lengths = torch.tensor([p + n for p, n in LENGTHS])
-    is_padding = torch.arange(tokens.shape[1]) >= lengths[:, None]
-    garbage = torch.randint(0, VOCAB, tokens.shape, generator=torch.Generator().manual_seed(0))
-    assert is_padding.any() and (garbage != tokens)[is_padding].any()
-    results = []
-    for x in tokens, torch.where(is_padding, garbage, tokens):
-        model.zero_grad()
-        critic.zero_grad()
-        outputs = *algo.Policy(model, 1.0)(x, mask), critic(x, mask)
-        sum(output.sum() for output in outputs).backward()
-        results.append([*outputs, *(p.grad for m in (model, critic) for p in m.parameters() if p.grad is not None)])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
-@copies("ppo_llm")
-def test_values_equal_bare_prefixes(algo, critic):
-    """Of the state before the action: the text up to and with position i."""
-    tokens, mask = make_batch(algo)
-    values = critic.eval()(tokens, mask)
-    for i, t in mask.nonzero().tolist():
-        with torch.no_grad():
-            expected = critic.model.score(critic.model(tokens[i : i + 1, : t + 1]).last_hidden_state[0, -1])
-        assert values[i, t].item() == pytest.approx(expected.item(), abs=2e-5)
-    assert values.dtype == torch.float32 and not values[~mask].any() and values[mask].std() > 0.1
-
-
-@copies("ppo_llm")
+@of_critics
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_trained_critic_is_its_frozen_weights_and_what_is_saved(algo, folder, tmp_path, lora_rank):
+def test_a_trained_critic_is_what_is_saved(algo, folder, tmp_path, lora_rank):
     """With LoRA the head is trained whole; the folder reloads as the guide says, without the script."""
     critic, (tokens, mask) = load_critic(algo, folder, lora_rank), make_batch(algo)
     assert not critic(tokens, mask).any()  # a new head is zero
@@ -230,42 +180,32 @@ def test_a_trained_critic_is_its_frozen_weights_and_what_is_saved(algo, folder, 
         optimizer.step()
     assert trained.keys() == {n for n, p in critic.model.named_parameters() if not torch.equal(p, start[n])}
     critic.model.save_pretrained(tmp_path)
-    plain = AutoModel.from_pretrained(folder if lora_rank else tmp_path).eval()
-    plain.score = torch.nn.Linear(plain.get_input_embeddings().embedding_dim, 1)
     if lora_rank:
+        plain = AutoModel.from_pretrained(folder).eval()
+        plain.score = torch.nn.Linear(plain.get_input_embeddings().embedding_dim, 1)
         plain.load_adapter(tmp_path)
     else:
-        load_model(plain, tmp_path / "model.safetensors")
-        assert_close(load_critic(algo, str(tmp_path)).state_dict(), critic.state_dict())  # and as the next critic
+        plain = load_critic(algo, str(tmp_path)).model  # as the next critic
     with torch.no_grad():
         expected = torch.where(mask, plain.score(plain(tokens).last_hidden_state)[..., 0], 0)
         values = critic(tokens, mask)
     assert values.abs().max() > 0.1 and torch.allclose(values, expected, atol=2e-5)
 
 
-@copies("ppo_llm")
-@pytest.mark.parametrize("kind", [AutoModelForTokenClassification, AutoModelForSequenceClassification])
-def test_a_critic_begins_with_the_head_of_a_classifier(algo, folder, tmp_path, kind):
-    """Of a critic of version 0.3, or of a reward model. transformers calls it score or classifier."""
-    config = AutoConfig.from_pretrained(folder, num_labels=1)
+@of_critics
+def test_a_critic_begins_with_the_head_of_a_classifier(algo, folder, tmp_path):
+    """As of a reward model. transformers calls it score, or for GPT-2 classifier."""
     torch.manual_seed(2)
-    plain = kind.from_config(config)
+    plain = AutoModelForTokenClassification.from_config(AutoConfig.from_pretrained(folder, num_labels=1))
     plain.save_pretrained(tmp_path)
     head = plain.score if hasattr(plain, "score") else plain.classifier
     critic = load_critic(algo, str(tmp_path))
-    assert torch.equal(critic.model.score.weight, head.weight) and head.weight.any()
-    assert torch.equal(critic.model.score.bias, torch.zeros(1) if head.bias is None else head.bias)
-    backbone = {name: p for name, p in plain.base_model.named_parameters()}
+    assert torch.equal(critic.model.score.weight, head.weight) and torch.equal(critic.model.score.bias, head.bias)
+    backbone = dict(plain.base_model.named_parameters())
     assert all(torch.equal(p, backbone[name]) for name, p in critic.model.named_parameters() if "score" not in name)
 
 
 # --- Loading ---------------------------------------------------------------------------------------------------------
-
-
-def test_weights_are_float32_whatever_the_files_hold(algo, folder, tmp_path):
-    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    model = algo.load_model(str(tmp_path), AutoModelForCausalLM)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -278,42 +218,19 @@ def test_collect_eos_ids(algo, model, sources, union):
     assert algo.collect_eos_ids(model, tokenizer) == union
 
 
-# --- LoRA ------------------------------------------------------------------------------------------------------------
-
-
 def test_lora_trains_all_linear_layers_but_the_head(algo, folder):
     model = algo.load_model(folder, AutoModelForCausalLM, 4, task_type="CAUSAL_LM")
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained and all("lora_" in name for name in trained)
     layers = {name.split(".lora_")[0].rsplit(".", 1)[1] for name in trained}
     llama = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert layers == (llama if "llama" in folder else {"c_attn", "c_proj", "c_fc"})
-    tokens, mask = make_batch(algo)
-    algo.Policy(model, 1.0)(tokens, mask)[0].sum().backward()
+    algo.Policy(model, 1.0)(*make_batch(algo))[0].sum().backward()
     for name, p in model.named_parameters():  # B is zero, so that only it has a gradient yet
         assert (p.grad is not None and p.grad.any()) == ("lora_B" in name), name
+        assert (name in trained) == ("lora_" in name)
 
 
 # --- generate --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_frequencies_are_the_softmax_whatever_the_generation_config_says(algo, tmp_path, temperature):
-    folder, (prompt,), rows = make_model(tmp_path), prompts_of(6), 2000
-    options = {"do_sample": True, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "temperature": 0.1}
-    GenerationConfig(**options, eos_token_id=EOS2, pad_token_id=0, max_new_tokens=1).save_pretrained(folder)
-    model = algo.load_model(folder, AutoModelForCausalLM)
-    assert model.generation_config.top_k == 1
-    uniforms = (torch.arange(rows, dtype=torch.float64)[:, None] + 0.5) / rows  # even noise: counts have no variance
-    eos_ids = algo.collect_eos_ids(model, make_tokenizer())
-    responses = sample(algo, model, [prompt] * rows, uniforms, eos_ids, temperature)
-    counts = torch.tensor([response.ids[0] for response in responses]).bincount(minlength=VOCAB)
-    with torch.no_grad():
-        probs = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
-    assert (counts - rows * probs).abs().max() < 1.01 and counts.count_nonzero() > 5
-    assert eos_ids == [EOS, EOS2]
-    for response in responses:  # either EOS id ends a response
-        assert response.truncated == (response.ids[0] not in eos_ids)
 
 
 @pytest.mark.parametrize("pad_token", ["<pad>", "<eos>", None])
@@ -343,41 +260,8 @@ def test_cut_responses(algo):
     assert [response.truncated for response in found] == [False, False, True, False, False]
     for row, response in zip(logprobs.tolist(), found):
         assert response.logprobs == row[: len(response.ids)]
-    assert [response.truncated for response in algo.cut_responses(tokens, logprobs, [])] == [True] * 5
-    assert algo.cut_responses(tokens, logprobs, [])[0].ids == [5, EOS, 6, EOS]
-
-
-class Waits(TorchDispatchMode):
-    """Counts what on a GPU makes Python wait for the device: numbers that are read, sizes that depend on values."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        by_mask = function.name() == "aten::index.Tensor" and any(
-            x is not None and x.dtype == torch.bool for x in args[1]
-        )
-        self.count += by_mask or function.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_sampled_token_waits_for_the_device_twice(algo, model):
-    """To see whether all rows have ended, and where transformers looks for padding to make its mask."""
-    counts = []
-    for steps in 4, 12:
-        with Waits() as waits:
-            sample(algo, model, prompts_of(3, 7, 5), noise(3, steps), eos_ids=())
-        counts.append(waits.count)
-    assert counts[1] - counts[0] == 8 * 2
-
-
-def test_checkpointing_keeps_the_cache_and_the_tokens(algo, model, spy):
-    prompts = prompts_of(3, 7, 5)
-    expected = sample(algo, model, prompts, noise(3, 8))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    widths = spy(model.train(), "forward", lambda inputs, **options: inputs.shape[1])
-    assert sample(algo, model, prompts, noise(3, 8)) == expected
-    assert widths[0] == 7 and set(widths[1:]) == {1}  # one token a step: the rest is in the cache
-    assert model.training and model.is_gradient_checkpointing
+    for ids, response in zip(tokens.tolist(), algo.cut_responses(tokens, logprobs, [])):
+        assert response.ids == ids and response.truncated
 
 
 def test_a_response_does_not_depend_on_the_rows_beside_it(algo, model, spy):
@@ -399,7 +283,16 @@ def test_a_response_does_not_depend_on_the_rows_beside_it(algo, model, spy):
             assert response.logprobs == pytest.approx(together[i].logprobs, abs=2e-5)
 
 
-# --- to_batch, pack, forward_all -------------------------------------------------------------------------------------
+# --- draw_prompts, to_batch, pack, forward_all -----------------------------------------------------------------------
+
+
+def test_draw_prompts_is_one_stream(algo):
+    rows = list(range(10))
+    stream = algo.draw_prompts(rows, 0, 40, 3)
+    assert all(sorted(stream[i : i + 10]) == rows for i in range(0, 40, 10))
+    assert len({tuple(stream[i : i + 10]) for i in range(0, 40, 10)}) == 4
+    assert [x for i in range(0, 40, 4) for x in algo.draw_prompts(rows, i, 4, 3)] == stream
+    assert algo.draw_prompts(rows, 0, 40, 4) != stream and algo.draw_prompts(rows, 7, 25, 3) == stream[7:32]
 
 
 def test_to_batch(algo):
@@ -432,29 +325,14 @@ def test_pack(algo, max_tokens):
         assert (len(part) + 1) * lengths[part[0]] > max_tokens
 
 
-@pytest.mark.parametrize("max_tokens, passes", [(1, 7), (10_000, 2)])
-def test_forward_all_puts_everything_back(algo, max_tokens, passes):
+def test_forward_all_puts_everything_back(algo):
     """Without a gradient; of what a module gives, the first if they are two."""
     lengths = (3, 6), (7, 2), (5, 1), (1, 4), (7, 6), (2, 2), (4, 3)
     tokens, mask, _, row_lengths = algo.to_batch(*make_rows(algo, lengths), "cpu")
-    minibatches = [algo.pack(row_lengths, rows, max_tokens, "cpu") for rows in (range(4), range(4, 7))]
-    seen, one = [], torch.ones((), requires_grad=True)
-
-    def next_tokens(tokens, mask):
-        seen.append(tokens.shape)
-        return tokens.roll(-1, 1) * mask * one
-
-    expected = torch.where(mask, tokens.roll(-1, 1), 0).float()
-    for module in next_tokens, lambda *mb: (next_tokens(*mb), None):
-        found = algo.forward_all(module, minibatches, tokens, mask)
-        assert torch.equal(found, expected) and not found.requires_grad
-    assert len(seen) == 2 * passes
-
-
-def test_draw_prompts_is_one_stream(algo):
-    rows = list(range(10))
-    stream = algo.draw_prompts(rows, 0, 40, 3)
-    assert all(sorted(stream[i : i + 10]) == rows for i in range(0, 40, 10))
-    assert len({tuple(stream[i : i + 10]) for i in range(0, 40, 10)}) == 4
-    assert [x for i in range(0, 40, 4) for x in algo.draw_prompts(rows, i, 4, 3)] == stream
-    assert algo.draw_prompts(rows, 0, 40, 4) != stream and algo.draw_prompts(rows, 7, 25, 3) == stream[7:32]
+    expected, one = torch.where(mask, tokens.roll(-1, 1), 0).float(), torch.ones((), requires_grad=True)
+    for max_tokens in 1, 10_000:
+        minibatches = [algo.pack(row_lengths, rows, max_tokens, "cpu") for rows in (range(4), range(4, 7))]
+        for wrap in (lambda x: x), (lambda x: (x, None)):
+            module = lambda tokens, mask, wrap=wrap: wrap(tokens.roll(-1, 1) * mask * one)  # noqa: E731
+            found = algo.forward_all(module, minibatches, tokens, mask)
+            assert torch.equal(found, expected) and not found.requires_grad

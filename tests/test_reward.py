@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, each_script, forked, make_tokenizer, read_metrics, refusal
+from conftest import ROOT, forked, make_tokenizer, read_metrics, refusal
 
 
 @pytest.fixture
@@ -48,71 +48,50 @@ def score(*args, **options):
 
 
 POOL = """
-import multiprocessing
-import os
 from concurrent.futures import ProcessPoolExecutor
 
-from {stem}_helper import BONUS
+from reward_helper import BONUS, spawn
 
 
 def one(text):
-    return len(text) + BONUS, os.getpid()
+    return len(text) + BONUS
 
 
-def f(prompts, responses, answers):
-    with ProcessPoolExecutor(1, multiprocessing.get_context("{context}")) as pool:
-        scores, pids = zip(*pool.map(one, responses))
-    assert os.getpid() not in pids
-    return scores
+def f(responses):
+    with ProcessPoolExecutor(1, spawn) as pool:
+        return [*pool.map(one, responses)]
 """
+HELPER = "import multiprocessing\nBONUS, spawn = 3, multiprocessing.get_context('spawn')\n"
 
 
-@pytest.mark.parametrize("context", ["spawn", "fork"])
-def test_a_process_pool_runs_a_function_of_the_reward_file(load, algo, tmp_path, context):
+def test_a_process_pool_runs_a_function_of_the_reward_file(load, algo, tmp_path):
     """Which imports its neighbour."""
-    stem = f"reward_in_a_{context}_pool"
-    (tmp_path / f"{stem}_helper.py").write_text("BONUS = 3\n")
-    f = load(stem, POOL.format(stem=stem, context=context))
-    assert score(algo, f, ["a", "bcd"]) == [4.0, 6.0]
+    (tmp_path / "reward_helper.py").write_text(HELPER)
+    assert score(algo, load("reward_in_a_pool", POOL), ["a", "bcd"]) == [4.0, 6.0]
 
 
 FORKS = """
-import multiprocessing
 import os
 import signal
 import time
 
 
-def died(child):
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
-
-
 def f(prompts, responses, answers):
-    late = os.fork()
-    if late == 0:
-        signal.raise_signal(signal.SIGTERM)
-        os._exit(0)
-    found = [died(late)]
+    found = []
     for _ in range(10):
-        early = os.fork()
-        if early == 0:
+        child = os.fork()
+        if child == 0:
             time.sleep(3)
             os._exit(0)
-        os.kill(early, signal.SIGTERM)
-        found.append(died(early))
+        os.kill(child, signal.SIGTERM)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        pool.map(len, responses)
     return [sum(found) / len(found)] * len(responses)
 """
 
 
-@pytest.mark.once
-@each_script()
 def test_what_a_reward_forks_dies_of_sigterm(script, toy_flags, tmp_path):
-    """As the workers of a pool must, at once: the run itself answers by finishing its iteration. A signal that comes
-    before a worker has run a line would be lost, and a pool that ends wait for ever."""
+    """At once, as the workers of a pool must, before they have run a line. The run itself would go on."""
     (tmp_path / "reward_that_forks.py").write_text(FORKS)
     flags = toy_flags | {"reward": f"{tmp_path}/reward_that_forks.py:f", "output_dir": tmp_path, "run_name": "run"}
     code, console = forked(script, flags | {"total_iterations": 1}, 1)
@@ -121,16 +100,14 @@ def test_what_a_reward_forks_dies_of_sigterm(script, toy_flags, tmp_path):
 
 def test_a_path_may_be_relative_or_linked(algo, tmp_path, monkeypatch):
     """And is found before another file of this name."""
-    (tmp_path / "there").mkdir()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "reward_right_here.py").write_text("raise ImportError")
-    for place in "reward_right_here", "there/reward_further_down":
-        (tmp_path / f"{place}.py").write_text("def early(): return [1]\n")
+    for place, text in ("there", "def early(): return [1]\n"), ("other", "raise ImportError"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "reward_right_here.py").write_text(text)
     (tmp_path / "here").symlink_to(tmp_path / "there")
-    (tmp_path / "reward_link.py").symlink_to(tmp_path / "there" / "reward_further_down.py")
+    (tmp_path / "reward_link.py").symlink_to(tmp_path / "there" / "reward_right_here.py")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "other"), *sys.path])
     monkeypatch.chdir(tmp_path)
-    for place in "reward_right_here", "here/reward_further_down", "reward_link":
+    for place in "there/reward_right_here", "here/reward_right_here", "reward_link":
         assert algo.load_reward(f"{place}.py:early")() == [1]
 
 
@@ -145,38 +122,54 @@ def test_a_reward_by_name_and_one_by_its_file(algo, monkeypatch):
             exact(["", ""], ["5", "5"], ["5", gold])
 
 
+# Rewards as people paste them: ours, then TRL's. Of the responses "a" and "bcd", the second was cut off.
+def plain(prompts, responses, answers):
+    assert (prompts, responses, answers) == (["p0", "p1"], ["a", "bcd"], ["0", "1"])
+    return [1, 2]
+
+
+def columns(answers, level, absent=5, *, messages):
+    return [len(m[0]["content"]) + n + absent for m, n in zip(messages, level)]
+
+
+def hungry(answers, absent=5, **others):
+    assert others["level"] == [0, 1] and others["tokens"][0][-1] == 1 and others["unused"] == [None, None]
+    return [absent] * len(answers)
+
+
+def ids(tokens, *, responses):
+    return [len(row) - len(text) for row, text in zip(tokens, responses)]  # 1: the EOS
+
+
+def cut_off(truncated, record):
+    assert record == [{"level": 0, "unused": None}, {"level": 1, "unused": None}]
+    return [1 - cut for cut in truncated]
+
+
+def trl_texts(completions, prompts, completion_ids, **kwargs):
+    assert completion_ids[0][-1] == 1 and kwargs["level"] == [0, 1] and "answers" in kwargs
+    return [float(prompt == f"p{i}") + len(text) for i, (prompt, text) in enumerate(zip(prompts, completions))]
+
+
+def trl_chats(prompts, completions, level):
+    assert [prompt[-1]["content"] for prompt in prompts] == ["ask 0", "ask 1"]
+    assert all(completion[0]["role"] == "assistant" for completion in completions)
+    return [len(completion[0]["content"]) + n for completion, n in zip(completions, level)]
+
+
+PASTED = [(plain, [1, 2]), (columns, [10, 11]), (hungry, [5, 5]), (ids, [1, 1]), (cut_off, [1, 0]), (trl_texts, [2, 4])]
+
+
 def test_columns_are_passed_when_they_are_named(algo):
-    def plain(prompts, responses, answers):
-        assert (prompts, responses, answers) == (["p0", "p1"], ["a", "b"], ["0", "1"])
-        return [1, 2]
-
-    def level(prompts, responses, answers, level):
-        return level
-
-    def messages(prompts, responses, answers, *, messages):
-        return [len(m[0]["content"]) for m in messages]
-
-    def hungry(answers, absent=5, **others):
-        assert others["level"] == [0, 1] and others["tokens"][0][-1] == 1 and others["unused"] == [None, None]
-        return [absent] * len(answers)
-
-    def ids(tokens, *, responses):
-        return [len(row) - len(text) for row, text in zip(tokens, responses)]  # 1: the EOS
-
-    def cut_off(truncated, record):
-        assert record == [{"level": 0, "unused": None}, {"level": 1, "unused": None}]
-        return [1 - cut for cut in truncated]
-
-    for function, scores in (plain, [1, 2]), (level, [0, 1]), (messages, [5, 5]), (hungry, [5, 5]), (ids, [1, 1]):
-        assert score(algo, function, ["a", "b"]) == scores
-    assert score(algo, cut_off, ["a", "b"]) == [1, 0]
-    assert algo.compute_scores(level, make_tokenizer(), [], []) == []  # on a rank without rows
+    for function, scores in PASTED:
+        assert score(algo, function, ["a", "bcd"]) == scores
+    assert score(algo, trl_chats, ["a", "bcd"], is_chat=True) == [1, 4]
+    assert algo.compute_scores(plain, make_tokenizer(), [], []) == []  # on a rank without rows
 
 
 def test_scores_may_be_anything_that_is_a_number(algo):
-    assert score(algo, lambda: torch.tensor([1.5, 2.0]), ["a", "b"]) == [1.5, 2.0]
-    assert score(algo, lambda prompts: [True, Decimal("3")], ["a", "b"]) == [1.0, 3.0]
-    assert score(algo, lambda responses: (len(x) for x in responses), ["a", "bb"]) == [1.0, 2.0]
+    for returned in torch.tensor([1.5, 2.0]), [1.5, Decimal("2")], (1 + x / 2 for x in (1, True + 1)):
+        assert score(algo, lambda scores=returned: scores, ["a", "b"]) == [1.5, 2.0]
 
 
 def test_a_reward_may_have_parts(algo):
@@ -185,39 +178,6 @@ def test_a_reward_may_have_parts(algo):
     assert [result["parts"] for result in found] == [{"format": 1, "correct": 0.5}, {"format": 0, "correct": -2}]
     assert [result["score"] for result in found] == [1.5, -2]
     assert {type(number) for result in found for number in (*result["parts"].values(), result["score"])} == {float}
-
-
-# As people paste them.
-def trl_order(prompts, completions, completion_ids, **kwargs):
-    assert completion_ids[0][-1] == 1 and kwargs["level"] == [0, 1] and "answers" in kwargs
-    return [float(prompt == f"p{i}") + len(text) for i, (prompt, text) in enumerate(zip(prompts, completions))]
-
-
-def trl_chats(prompts, completions, level, **kwargs):
-    assert [prompt[-1]["content"] for prompt in prompts] == ["ask 0", "ask 1"]
-    assert all(completion[0]["role"] == "assistant" for completion in completions)
-    return [len(completion[0]["content"]) + n for completion, n in zip(completions, level)]
-
-
-def trl_reversed(completions, prompts, level):
-    return [len(text) + len(prompt) + n for text, prompt, n in zip(completions, prompts, level)]
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return 1.0
-
-
-def test_a_reward_as_trl_has_it_runs_as_it_is(algo):
-    assert score(algo, trl_order, ["a", "bcd"]) == [2, 4]
-    assert score(algo, trl_chats, ["a", "bcd"], is_chat=True) == [1, 4]
-    assert score(algo, trl_reversed, ["a", "bcd"]) == [3, 6]
-
-
-@pytest.mark.parametrize("function", [compute_score, lambda completions, answer: [1.0] * 2, lambda p, r, a: [1.0] * 2])
-def test_what_a_reward_asks_for_must_be_there(algo, function):
-    """By these names: nothing is passed by position, where it would be another list."""
-    with pytest.raises(TypeError, match=r"missing [123] required positional argument"):
-        score(algo, function, ["a", "b"])
 
 
 @pytest.mark.parametrize("later", [{"format": 1.0}, {"format": 1.0, "corect": 0.0}, {}])
@@ -239,30 +199,23 @@ NUMBER = "error: the reward must be finite numbers, not {}, of 'b' in answer to 
     "returned, sentence",
     [
         ([0.123456789] * 1000, COUNT.format(1000, str([0.123456789] * 1000)[:300])),  # shortened
-        ([], COUNT.format(0, "[]")),
         ({}, COUNT.format(0, "{}")),
         ({"format": [1, 2]}, COUNT.format(2, "{'format': [1, 2]}")),
         ([1.0, math.nan, 0.0], NUMBER.format("(nan,)")),
         ([1.0, -math.inf, 0.0], NUMBER.format("(-inf,)")),
-        ([1.0, None, 0.0], NUMBER.format("(None,)")),
         ([1.0, "3", 0.0], NUMBER.format("('3',)")),
         ([1.0, {"format": 1.0}, 0.0], NUMBER.format("({'format': 1.0},)")),  # a dictionary for each response
         ({"format": [1, 2, 3], "correct": [1, math.nan, 3]}, NUMBER.format("(2, nan)")),
-        (SystemExit(0), "error: the reward function has ended the program: exit(0)"),
     ],
 )
 def test_what_a_reward_returns_may_be_refused(algo, returned, sentence):
     """By the response that has no number. One that ends the program would end the run as if all were well."""
-
-    def reward():
-        if isinstance(returned, SystemExit):
-            raise returned
-        return returned
-
-    assert refusal(lambda: results(algo, reward, ["a", "b", "c"])) == sentence
+    assert refusal(lambda: results(algo, lambda: returned, ["a", "b", "c"])) == sentence
+    sentence = "error: the reward function has ended the program: exit(0)"
+    assert refusal(lambda: results(algo, lambda: sys.exit(0), ["a", "b", "c"])) == sentence
 
 
-@pytest.mark.parametrize("returned", [None, 1.0, {0: 6.0}, {"format": [1, 2, 3], "correct": [1, 2]}], ids=repr)
+@pytest.mark.parametrize("returned", [None, {"format": [1, 2, 3], "correct": [1, 2]}], ids=repr)
 def test_what_is_no_list_of_numbers_ends_the_run(algo, returned):
     with pytest.raises((TypeError, ValueError), match=r"not iterable|zip"):
         results(algo, lambda: returned, ["a", "b", "c"])
@@ -282,14 +235,13 @@ def test_completions_are_sorted_and_written_by_the_main_process_alone(algo, tmp_
     rows = [{"prompts": "é", "answers": None, "record": {"q": "é"}}]
     rows += [{"prompts": "a", "answers": "1", "record": {"when": datetime.date(2021, 1, 2)}}]
     results = [{"response": "x", "score": 0.0}, {"response": "y", "score": 1.0}]
-    path = tmp_path / "completions"
-    path.mkdir()
+    (tmp_path / "completions").mkdir()
     for main in False, True:
-        assert not [*path.iterdir()]
+        assert not [*tmp_path.glob("completions/*")]
         algo.write_completions(tmp_path, "eval", rows, results, SimpleNamespace(is_main_process=main))
     lines = '{"prompt": "a", "answer": "1", "response": "y", "score": 1.0, "row": {"when": "2021-01-02"}}'
     lines += '\n{"prompt": "é", "answer": null, "response": "x", "score": 0.0, "row": {"q": "é"}}'
-    assert (path / "eval.jsonl").read_text() == lines
+    assert (tmp_path / "completions" / "eval.jsonl").read_text() == lines
 
 
 def test_a_reward_that_changes_its_arguments_changes_no_data(algo):
@@ -298,13 +250,12 @@ def test_a_reward_that_changes_its_arguments_changes_no_data(algo):
     row = {"prompts": "hi", "answers": None, "messages": chat, "input_ids": [5], "is_chat": True}
 
     def judge(messages, responses):
-        for message, response in zip(messages, responses):
-            message.append({"role": "assistant", "content": response})
-        assert [len(message) for message in messages] == [2, 2]
+        for message in messages:
+            message.append({"role": "assistant", "content": "yes"})
         responses.clear()
-        return [0.0, 1.0]
+        return [len(message) for message in messages]
 
     answers = [algo.Response(make_tokenizer()(text)["input_ids"], [], False) for text in ("yes", "no")]
     found = algo.compute_scores(judge, make_tokenizer(), [row, row], answers)
-    assert [(result["response"], result["score"]) for result in found] == [("yes", 0), ("no", 1)]
+    assert [(result["response"], result["score"]) for result in found] == [("yes", 2), ("no", 2)]
     assert len(chat) == 1
