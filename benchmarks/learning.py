@@ -2,6 +2,7 @@
 
     python benchmarks/learning.py ppo --seeds 1 2 3 4 5
     python benchmarks/learning.py rloo --script grpo_llm.py --flags="--estimator rloo --kl-loss-coef 0" --seeds 1 2 3
+    python benchmarks/learning.py variants/cispo --script cispo --seeds 1 2 3          a variant, by its name
 
 Each seed is one launch of one process with one thread; except for rounding, the results do not depend on the number of
 processes. The sharded scripts need two: --processes 2 --jobs 1. The metrics go to benchmarks/results/NAME.csv, a row
@@ -21,7 +22,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import plot
-from common import RESULTS, ROOT, launcher, markdown, read_csv, run, write_csv
+from common import RESULTS, ROOT, find_script, launcher, markdown, read_csv, run, write_csv
 
 RUNS = ROOT / "runs" / "learning"
 WRITING = threading.Lock()  # two runs at a time
@@ -78,21 +79,24 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="of the csv in benchmarks/results/")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--script", default="ppo_llm.py")
+    parser.add_argument("--script", default="ppo_llm.py", help="a file, or the name of a variant")
     parser.add_argument("--flags", default="", help="passed on to the script, as one string")
     parser.add_argument("--processes", type=int, default=1, help="processes of each run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
     path = RESULTS / f"{args.name}.csv"
     there = plot.read_table(path) if path.exists() else {}
+    script = ROOT / args.script
+    if not script.exists():
+        script = find_script(f"{args.script}_llm", RUNS)
 
     def train_seed(seed):
         if str(seed) in there:
             return
-        version = hashlib.sha256((ROOT / args.script).read_bytes() + args.flags.encode()).hexdigest()[:8]
+        version = hashlib.sha256(script.read_bytes() + args.flags.encode()).hexdigest()[:8]
         run_dir = RUNS / f"{args.name.replace('/', '-')}-{version}-{seed}"
         words = ["--seed", seed, "--resume", "--save-every", "5", *shlex.split(args.flags)]
-        rows = train(ROOT / args.script, words, run_dir, args.processes)
+        rows = train(script, words, run_dir, args.processes)
         shutil.rmtree(run_dir)
         keep_run(path, rows, "seed", seed)
         print(f"seed {seed}: " + ", ".join(f"{k} {v:.3f}" for k, v in summarise(rows).items()), flush=True)

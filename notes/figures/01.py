@@ -307,7 +307,7 @@ def clip():
 
 
 def noise():
-    """Variance of a batch's gradient by baseline, over that with the batch's mean: campaigns/walls.py noise."""
+    """Variance of a batch's gradient by baseline, over that with the batch's mean: results/walls."""
     with open(ROOT / "benchmarks" / "results" / "walls" / "noise.csv", newline="") as file:
         rows = list(csv.DictReader(file))
 
@@ -338,7 +338,7 @@ def noise():
 
 
 def wall(name, experiments, title):
-    """Sampled test score against the iteration, a thin line for each seed: experiments of variant_runs.py."""
+    """Sampled test score against the iteration, a thin line for each seed: results/variants."""
     figure, axes = plt.subplots(figsize=(6.2, 2.6))
     for experiment, (label, color, line) in experiments.items():
         for steps, values in read_column(f"variants/{experiment}", "eval/score_sampled"):
