@@ -1,4 +1,4 @@
-"""Train with several seeds, two runs at a time, and keep the metrics in a compact form with a table of the results.
+"""Train with several seeds, two runs at a time, and keep the metrics in a compact form.
 
     python benchmarks/learning.py ppo --seeds 1 2 3 4 5
     python benchmarks/learning.py rloo --script grpo_llm.py --flags="--estimator rloo --kl-loss-coef 0" --seeds 1 2 3
@@ -6,23 +6,23 @@
 
 Each seed is one launch of one process with one thread; except for rounding, the results do not depend on the number of
 processes. The sharded scripts need two: --processes 2 --jobs 1. The metrics go to benchmarks/results/NAME.csv, a row
-for each seed and iteration, with four significant digits; seeds that are there are not run again. At the end a table
-with a line for each seed is printed. Draw the csv with benchmarks/plot.py. Times are those of a machine that does other
-things, too. If you interrupt it and start it again with the same script and flags, it continues from the checkpoints
-(and the seconds then cover only the rest).
+for each seed and iteration, with four significant digits; seeds that are there are not run again. At the end
+benchmarks/compare.py prints their means. Draw the csv with benchmarks/plot.py. Times are those of a machine that does
+other things, too. If you interrupt it and start it again with the same script and flags, it continues from the
+checkpoints (and the seconds then cover only the rest).
 """
 
 import argparse
 import hashlib
 import shlex
 import shutil
-import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import compare
 import plot
-from common import RESULTS, ROOT, find_script, launcher, markdown, read_csv, run, write_csv
+from common import RESULTS, ROOT, find_script, launcher, read_csv, run, write_csv
 
 RUNS = ROOT / "runs" / "learning"
 WRITING = threading.Lock()  # two runs at a time
@@ -40,29 +40,6 @@ def keep_run(path, rows, column, name):
         if column == "seed":
             kept.sort(key=lambda row: int(row["seed"]))
         write_csv(path, [{name: row.get(name, "") for name in names} for row in kept])
-
-
-def summarise(rows):
-    """One line of the table: scores before and after, the critic if there is one, times."""
-    evals = [row for row in rows if "eval/score" in row]
-    explained = [row["critic/explained_variance"] for row in rows if "critic/explained_variance" in row][5:]
-    summary = {}
-    for name, metric in ("sampled", "eval/score_sampled"), ("greedy", "eval/score"), ("length", "eval/length_mean"):
-        summary |= {f"{name} before": evals[0][metric], f"{name} after": evals[-1][metric]}
-    if explained:
-        summary["explained variance from iteration 6"] = sum(explained) / len(explained)
-    summary["seconds per iteration"] = statistics.median(row["time/iteration"] for row in rows[1:])
-    return summary | {"seconds": rows[-1]["time/launch_to_exit"]}
-
-
-def make_table(path):
-    """The table of all seeds whose metrics are in the csv, in markdown."""
-    lines = []
-    for seed, rows in plot.read_table(path).items():
-        summary = summarise(rows)
-        cells = [f"{value:.2f}" if "seconds" in key else f"{value:.3f}" for key, value in summary.items()]
-        lines.append([seed, *cells])
-    return markdown(["seed", *summary], lines)
 
 
 def train(script, words, run_dir, processes=1, **environment):
@@ -99,11 +76,16 @@ def main():
         rows = train(script, words, run_dir, args.processes)
         shutil.rmtree(run_dir)
         keep_run(path, rows, "seed", seed)
-        print(f"seed {seed}: " + ", ".join(f"{k} {v:.3f}" for k, v in summarise(rows).items()), flush=True)
+        last = [row for row in rows if "eval/score" in row][-1]
+        seconds = rows[-1]["time/launch_to_exit"]
+        print(
+            f"seed {seed}: {last['eval/score']} greedy, {last['eval/score_sampled']} sampled, {seconds:.0f} s",
+            flush=True,
+        )
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(train_seed, args.seeds))
-    print(make_table(path))
+    print(compare.make_table(RESULTS, [args.name]))
 
 
 if __name__ == "__main__":
