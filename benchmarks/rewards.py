@@ -1,20 +1,15 @@
-"""Reward functions to point --reward at: benchmarks/rewards.py:sad
+"""Reward functions to point --reward at: benchmarks/rewards.py:exact
 
 A reward file is code you chose to run. Its functions take lists of equal length and return one number per response:
     f(prompts, responses, answers, **columns) -> list[float]
 `answers` holds None where the data has none; further dataset columns are passed when the function names them.
 """
 
-import functools
-import os
-import re
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from grpo_llm import gsm8k
-
-WORD = re.compile(r"[a-z]+(?:'[a-z]+)*")
 
 
 def exact(prompts, responses, answers):
@@ -32,19 +27,3 @@ def exact(prompts, responses, answers):
 def ten_or_eleven(responses, answers):
     """gsm8k's 0 and 1 with another zero: what a policy gradient without a baseline makes of that (chapter 1)."""
     return [10 + score for score in gsm8k(responses, answers)]
-
-
-@functools.cache
-def vader_lexicon():
-    """{word: valence, -4 to 4} of VADER (Hutto and Gilbert, 2014): $VADER_LEXICON is its vader_lexicon.txt."""
-    lines = Path(os.environ["VADER_LEXICON"]).read_text(encoding="utf-8").splitlines()
-    return {word: float(valence) for word, valence, *_ in (line.split("\t") for line in lines if line)}
-
-
-def sad(prompts, responses, answers):
-    """Minus the sum of the valences of a response's lexicon words, divided by the number of all its words (0: 0)."""
-    lexicon, scores = vader_lexicon(), []
-    for response in responses:
-        words = WORD.findall(response.lower())
-        scores.append(-sum(lexicon.get(word, 0.0) for word in words) / max(1, len(words)))
-    return scores

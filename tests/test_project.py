@@ -263,12 +263,20 @@ def test_embedded_model_is_small_and_can_but_usually_does_not():
     assert 0.25 <= scores["sampled"]["score"] <= 0.40 and scores["forced_greedy"]["score"] >= 0.96
 
 
-def test_plot_draws_a_run(tmp_path, monkeypatch):
-    plot = load_benchmark("plot")
-    (tmp_path / "args.json").write_text(json.dumps({"batch_size": 4, "group_size": 2}))
-    write_rows(tmp_path / "metrics.jsonl", [{"step": step, "reward/mean": 0.1 * step} for step in range(5)])
-    assert [row["responses"] for row in plot.read_run(tmp_path)] == [0, 8, 16, 24, 32]
-    words = [str(tmp_path), "--metrics", "reward/mean", "--x", "responses", "--output", str(tmp_path / "curves.png")]
+def test_plot_draws_runs_and_seeds(tmp_path, monkeypatch):
+    plot, learning = load_benchmark("plot"), load_benchmark("learning")
+    seeds = tmp_path / "seeds.csv"
+    for seed in (1, 2):
+        run = tmp_path / f"run{seed}"
+        run.mkdir()
+        rows = [{"step": s, "reward/mean": seed * s, "time/elapsed": s} for s in range(5)]
+        write_rows(run / "metrics.jsonl", [row | ({"group/generated": 12} if seed == 2 else {}) for row in rows])
+        (run / "args.json").write_text(json.dumps({"batch_size": 4, "group_size": 2}))
+        learning.keep_run(seeds, plot.read_run(run), "seed", seed)
+    assert [row["responses"] for row in plot.read_run(run)] == [0, 24, 48, 72, 96]  # generated, not used
+    curve = plot.curve(plot.read_runs(seeds), "reward/mean", "responses")
+    assert [column[:3] for column in curve] == [[0, 16, 32], [0, 1.5, 3], [0, 1, 2], [0, 2, 4]]
+    words = [str(run), str(seeds), "--x", "responses", "time", "--output", str(tmp_path / "curves.png")]
     monkeypatch.setattr(sys, "argv", ["plot.py", *words])
     plot.main()
     assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -307,7 +307,7 @@ def clip():
 
 
 def noise():
-    """Variance of a batch's gradient by baseline, over that with the batch's mean: campaigns/walls.py noise."""
+    """Variance of a batch's gradient by baseline, over that with the batch's mean: results/walls."""
     with open(ROOT / "benchmarks" / "results" / "walls" / "noise.csv", newline="") as file:
         rows = list(csv.DictReader(file))
 
@@ -338,15 +338,13 @@ def noise():
 
 
 def wall(name, experiments, title):
-    """Sampled test score against the iteration, a thin line for each seed: experiments of variant_runs.py."""
+    """Sampled test score against the iteration, a thin line for each seed: results/variants."""
     figure, axes = plt.subplots(figsize=(6.2, 2.6))
     for experiment, (label, color, line) in experiments.items():
-        for path in sorted((ROOT / "benchmarks" / "results" / "variants" / experiment).glob("seed_*.csv")):
-            with path.open(newline="") as file:
-                rows = [row for row in csv.DictReader(file) if row["eval/score_sampled"]]
+        for steps, values in read_column(f"variants/{experiment}", "eval/score_sampled"):
             zero = 10 * ("ten" in experiment)
-            points = [(int(row["step"]), float(row["eval/score_sampled"]) - zero) for row in rows]
-            axes.plot(*zip(*points), color=color, ls=line, lw=1.4, marker="o", ms=2.5, label=label)
+            scores = [value - zero for value in values]
+            axes.plot(steps, scores, color=color, ls=line, lw=1.4, marker="o", ms=2.5, label=label)
             label = None
     axes.set(xlabel="iteration", ylabel="sampled test score", ylim=(-0.03, 1.03), xlim=(0, 40))
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -354,14 +352,16 @@ def wall(name, experiments, title):
     save(figure, name)
 
 
-def read_column(folder, metric):
-    """[(steps, values) of each seed] of a folder of benchmarks/results."""
-    found = []
-    for path in sorted((ROOT / "benchmarks" / "results" / folder).glob("seed_*.csv")):
-        with path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row.get(metric)]
-        found.append(([int(row["step"]) for row in rows], [float(row[metric]) for row in rows]))
-    return found
+def read_column(name, metric):
+    """[(steps, values) of each seed] of a csv of benchmarks/results."""
+    found = {}
+    with open(ROOT / "benchmarks" / "results" / f"{name}.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            steps, values = found.setdefault(row["seed"], ([], []))
+            if row.get(metric):
+                steps.append(int(row["step"]))
+                values.append(float(row[metric]))
+    return list(found.values())
 
 
 def hacking():

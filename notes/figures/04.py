@@ -120,9 +120,8 @@ def adaptive_kl():
     axes[1].legend(fontsize=7, loc="lower right")
     right = axes[2].twinx()
     for seed, line in zip((1, 2, 3), ("-", "--", "-.")):
-        path = ROOT / "benchmarks" / "results" / "stories" / "ppo" / f"seed_{seed}.csv"
-        with open(path) as file:
-            rows = list(csv.DictReader(file))[1:]
+        with open(ROOT / "benchmarks" / "results" / "stories" / "ppo.csv") as file:
+            rows = [row for row in csv.DictReader(file) if row["seed"] == str(seed)][1:]
         steps = [int(row["step"]) for row in rows]
         axes[2].plot(steps, [float(row["kl/mean"]) for row in rows], color="C0", linestyle=line)
         right.plot(steps, [float(row["kl/coef"]) for row in rows], color="C1", linestyle=line)

@@ -75,7 +75,7 @@ def time_line():
 
 
 def precision():
-    """How far sampler and training pass are apart: benchmarks/campaigns/engines.py precision, a dot for each seed."""
+    """How far sampler and training pass are apart: benchmarks/results/engines, a dot for each seed."""
     with open(FIGURES.parent.parent / "benchmarks" / "results" / "engines" / "precision.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))

@@ -15,10 +15,10 @@ ROOT = FIGURES.parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def read(name, column, seeds=(1, 2, 3)):
+def read(name, column, seeds=("1", "2", "3")):
     """[[value of iteration 1, 2, ...] of every seed]"""
-    runs = [list(csv.DictReader((RESULTS / name / f"seed_{seed}.csv").open())) for seed in seeds]
-    return [[float(row[column]) for row in rows if row[column]] for rows in runs]
+    rows = list(csv.DictReader((RESULTS / f"{name}.csv").open()))
+    return [[float(row[column]) for row in rows if row["seed"] == seed and row[column]] for seed in seeds]
 
 
 def mean_and_range(axes, name, column, style, label):
@@ -42,8 +42,9 @@ def signal():
 def real():
     """The real model with a careless reward, and with an honest one."""
     figure, (hacked, honest) = plt.subplots(1, 2, figsize=(8, 3.2), sharey=True, layout="constrained")
-    with (RESULTS / "real" / "hacked.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    with (RESULTS / "real" / "runs.csv").open() as file:
+        kept = list(csv.DictReader(file))
+    rows = [row for row in kept if row["run"] == "hacked"]
     for name, style, label in (
         ("reward/mean", "-", "reward in training"),
         ("eval/score", "s-", "test answers, by the reward"),
@@ -53,8 +54,7 @@ def real():
         hacked.plot(*zip(*points), style, label=label)
     hacked.set_title("a careless reward: any formula worth 83 pays", fontsize=9)
     for seed in 1, 2, 3:
-        with (RESULTS / "real" / f"additions-{seed}.csv").open() as file:
-            rows = list(csv.DictReader(file))
+        rows = [row for row in kept if row["run"] == f"additions-{seed}"]
         for name, style, width, label in (
             ("reward/mean", "-", 0.6, "reward in training"),
             ("eval/score", "o--", 1.8, "test answers that are right"),

@@ -1,6 +1,6 @@
 """Figures of chapter 9 (debugging): python notes/figures/09.py
 
-Drawn from benchmarks/results/symptoms (benchmarks/campaigns/symptoms.py) and from seed 1 of the default runs.
+Drawn from benchmarks/results/symptoms.csv (benchmarks/campaigns/symptoms.py) and from seed 1 of the default runs.
 """
 
 import csv
@@ -16,15 +16,17 @@ plt.switch_backend("Agg")
 FIGURES = Path(__file__).resolve().parent
 ROOT = FIGURES.parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PPO, GRPO = "ppo/seed_1", "grpo/seed_1"
+PPO, GRPO = "ppo", "grpo"
 # A look for each line, so that none depends on its colour.
 LOOKS = [("0.6", "-", None), ("C3", "-", "o"), ("C0", "--", "s"), ("C2", "-.", "^"), ("C1", ":", "D")]
 
 
 def curve(name, metric):
     """(iterations, values) of one run."""
-    with open(RESULTS / f"{name if '/' in name else f'symptoms/{name}'}.csv", newline="") as file:
+    healthy = name in (PPO, GRPO)
+    with open(RESULTS / f"{name if healthy else 'symptoms'}.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row.get(metric)]
+    rows = [row for row in rows if (row["seed"] == "1" if healthy else row["run"] == name)]
     return [int(row["step"]) for row in rows], [float(row[metric]) for row in rows]
 
 
