@@ -31,7 +31,8 @@ def make_table(results, names, at=(10,)):
     columns += [("responses sampled", "responses", None)]
     lines = []
     for name in names:
-        runs = plot.read_runs(results / name)
+        table = results / f"{name}.csv"
+        runs = plot.read_runs(table if table.is_file() else results / name)
         cells = [name, len(runs)]
         for _, metric, step in columns:
             values = []
@@ -115,8 +116,8 @@ def compare_runs(one, other, tolerance):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="folders under benchmarks/results/")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("names", nargs="*", help="csv files in benchmarks/results/, or folders of runs")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="another folder than benchmarks/results/")
     parser.add_argument("--at", type=int, nargs="+", default=[10], help="also show the evaluation of these iterations")
     parser.add_argument("--exact", type=Path, nargs=2, metavar="RUN", help="two run folders: are they the same?")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative tolerance of --exact")

@@ -4,36 +4,41 @@
     python benchmarks/learning.py rloo --script grpo_llm.py --flags="--estimator rloo --kl-loss-coef 0" --seeds 1 2 3
 
 Each seed is one launch of one process with one thread; except for rounding, the results do not depend on the number of
-processes. The sharded scripts need two: --processes 2 --jobs 1. In benchmarks/results/NAME/ you get seed_K.csv
-(metrics, one row per iteration, four significant digits), unless it already exists, and table.md with a line for every
-seed in the folder. Draw them with benchmarks/plot.py. Times are those of a machine that does other things, too. If you
-interrupt it and start it again with the same script and flags, it continues from the checkpoints (and the seconds then
-cover only the rest).
+processes. The sharded scripts need two: --processes 2 --jobs 1. The metrics go to benchmarks/results/NAME.csv, a row
+for each seed and iteration, with four significant digits; seeds that are there are not run again. At the end a table
+with a line for each seed is printed. Draw the csv with benchmarks/plot.py. Times are those of a machine that does other
+things, too. If you interrupt it and start it again with the same script and flags, it continues from the checkpoints
+(and the seconds then cover only the rest).
 """
 
 import argparse
-import csv
 import hashlib
-import os
 import shlex
 import shutil
 import statistics
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import plot
-from common import RESULTS, ROOT, launcher, markdown, run
+from common import RESULTS, ROOT, launcher, markdown, read_csv, run, write_csv
 
 RUNS = ROOT / "runs" / "learning"
+WRITING = threading.Lock()  # two runs at a time
 
 
-def write_compact(rows, path):
-    """metrics.jsonl rows as a csv with four significant digits; empty where a metric was not measured."""
-    names = ["step"] + sorted({name for row in rows for name in row} - {"step"})
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(names)
-        writer.writerows([f"{row[name]:.4g}" if name in row else "" for name in names] for row in rows)
+def keep_run(path, rows, column, name):
+    """Adds the metrics of a run to a csv, or replaces them: its seed, or its name, is in this column.
+
+    Numbers have four significant digits, and a cell is empty where a metric was not measured.
+    """
+    with WRITING:
+        kept = [row for row in (read_csv(path) if path.exists() else []) if row[column] != str(name)]
+        kept += [{column: str(name)} | {metric: f"{x:.4g}" for metric, x in row.items()} for row in rows]
+        names = [column, "step", *sorted({name for row in kept for name in row} - {column, "step"})]
+        if column == "seed":
+            kept.sort(key=lambda row: int(row["seed"]))
+        write_csv(path, [{name: row.get(name, "") for name in names} for row in kept])
 
 
 def summarise(rows):
@@ -49,14 +54,13 @@ def summarise(rows):
     return summary | {"seconds": rows[-1]["time/launch_to_exit"]}
 
 
-def make_table(folder):
-    """The table of all seeds whose metrics are in the folder, in markdown."""
+def make_table(path):
+    """The table of all seeds whose metrics are in the csv, in markdown."""
     lines = []
-    for path in sorted(folder.glob("seed_*.csv"), key=lambda path: int(path.stem[5:])):
-        (rows,) = plot.read_runs(path)
+    for seed, rows in plot.read_table(path).items():
         summary = summarise(rows)
         cells = [f"{value:.2f}" if "seconds" in key else f"{value:.3f}" for key, value in summary.items()]
-        lines.append([path.stem[5:], *cells])
+        lines.append([seed, *cells])
     return markdown(["seed", *summary], lines)
 
 
@@ -72,34 +76,30 @@ def train(script, words, run_dir, processes=1, **environment):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="folder under benchmarks/results/")
+    parser.add_argument("name", help="of the csv in benchmarks/results/")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--script", default="ppo_llm.py")
     parser.add_argument("--flags", default="", help="passed on to the script, as one string")
     parser.add_argument("--processes", type=int, default=1, help="processes of each run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
-    folder = RESULTS / args.name
-    folder.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{args.name}.csv"
+    there = plot.read_table(path) if path.exists() else {}
 
     def train_seed(seed):
-        target = folder / f"seed_{seed}.csv"
-        if target.exists():
+        if str(seed) in there:
             return
         version = hashlib.sha256((ROOT / args.script).read_bytes() + args.flags.encode()).hexdigest()[:8]
         run_dir = RUNS / f"{args.name.replace('/', '-')}-{version}-{seed}"
         words = ["--seed", seed, "--resume", "--save-every", "5", *shlex.split(args.flags)]
         rows = train(ROOT / args.script, words, run_dir, args.processes)
         shutil.rmtree(run_dir)
-        write_compact(rows, target)
+        keep_run(path, rows, "seed", seed)
         print(f"seed {seed}: " + ", ".join(f"{k} {v:.3f}" for k, v in summarise(rows).items()), flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(train_seed, args.seeds))
-    about = f"`{args.script} {args.flags}`".replace(" `", "`")
-    about += f", {args.processes} process(es) a run, {args.jobs} at a time on {os.cpu_count()} cores"
-    (folder / "table.md").write_text(f"{about}\n\n{make_table(folder)}\n")
-    print(make_table(folder))
+    print(make_table(path))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Draw the learning curves of one or many runs.
 
     python benchmarks/plot.py runs/NAME [runs/OTHER ...] [--output curves.png]
-    python benchmarks/plot.py benchmarks/results/ppo            # several seeds: mean and spread
-    python benchmarks/plot.py benchmarks/results/{ppo,grpo} --metrics reward/mean eval/score_sampled --x responses time
+    python benchmarks/plot.py benchmarks/results/ppo.csv            # several seeds: mean and spread
+    python benchmarks/plot.py benchmarks/results/{ppo,grpo}.csv --metrics reward/mean eval/score_sampled --x responses
 
-Every argument is one line in each panel: a run folder (or its metrics.jsonl), or a folder of seed_*.csv files as
-benchmarks/learning.py writes them, drawn as their mean with a band from the lowest to the highest seed. With --metrics
-there is one row of panels for each metric, and one column for each --x: iterations, sampled responses or seconds.
+Every argument is one line in each panel: a run folder (or its metrics.jsonl), a folder of run folders, or a csv of
+several seeds as benchmarks/learning.py writes it. Several runs are drawn as their mean, with a band from the lowest to
+the highest. With --metrics there is one row of panels for each metric, and one column for each --x: iterations, sampled
+responses or seconds.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from common import read_csv, read_lines
+from common import grouped, read_csv, read_lines
 
 PANELS = [  # title, metrics drawn in it (the second dashed)
     ("test score, greedy (dashed: sampled)", ["eval/score", "eval/score_sampled"]),
@@ -55,17 +56,28 @@ def read_run(folder):
     return rows
 
 
+def read_table(path):
+    """{seed: rows of its run} of a csv with a column `seed`; or its column `run`, which then names them."""
+    rows = read_csv(path)
+    name = "run" if "run" in rows[0] else "seed"
+    runs = grouped(rows, name)
+    return {
+        key: [{metric: float(x) for metric, x in row.items() if x and metric != name} for row in run]
+        for key, run in runs.items()
+    }
+
+
 def read_runs(path):
     """The runs behind one argument: a list of [{"step": .., metric: ..}, ...]. Exits when there are none."""
     path = Path(path)
-    if path.name == "metrics.jsonl" and path.is_file():
+    if path.suffix == ".csv" and path.is_file():
+        return [*read_table(path).values()]
+    if path.name == "metrics.jsonl":
         path = path.parent
-    if (path / "metrics.jsonl").is_file():
-        return [read_run(path)]
-    files = sorted(path.glob("seed_*.csv")) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
-        raise SystemExit(f"error: {path} is neither a run folder (metrics.jsonl) nor a folder of seed_*.csv files")
-    return [[{key: float(x) for key, x in row.items() if x} for row in read_csv(file)] for file in files]
+    folders = [file.parent for file in sorted([*path.glob("metrics.jsonl"), *path.glob("*/metrics.jsonl")])]
+    if not folders:
+        raise SystemExit(f"error: {path} is neither a run folder (metrics.jsonl), nor a folder of them, nor a csv")
+    return [read_run(folder) for folder in folders]
 
 
 def curve(runs, metric, x="step"):
@@ -104,7 +116,7 @@ def main():
     except ImportError:
         sys.exit("plot.py needs matplotlib: pip install -e '.[plots]'")
     plt.switch_backend("Agg")
-    groups = [(Path(run).resolve().name, read_runs(run)) for run in args.runs]
+    groups = [(Path(run).resolve().name.removesuffix(".csv"), read_runs(run)) for run in args.runs]
 
     if args.metrics:
         options = {"figsize": (max(6, 5.5 * len(args.x)), 0.6 + 3.4 * len(args.metrics)), "squeeze": False}

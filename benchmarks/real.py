@@ -173,17 +173,19 @@ def last_number(responses, answers):
 
 def keep(run_dir):
     """What of a run goes into benchmarks/results/real: its metrics, and ten greedy answers before and after."""
-    from learning import write_compact
+    from learning import keep_run
 
     rows = read_lines(run_dir / "metrics.jsonl")
     files = sorted((run_dir / "completions").glob("eval_[0-9]*.jsonl"))
     for file in files:  # by last_number, whatever reward the run had
         responses, answers = zip(*[(row["response"], row["answer"]) for row in read_lines(file)])
         rows[int(file.stem[-6:])]["eval/last_number"] = statistics.mean(last_number(responses, answers))
-    write_compact(rows, RESULTS / f"{run_dir.name}.csv")
-    for name, file in ("before", files[0]), ("after", files[-1]):
-        lines = file.read_text().splitlines(keepends=True)[:10]
-        (RESULTS / f"{run_dir.name}-{name}.jsonl").write_text("".join(lines))
+    keep_run(RESULTS / "runs.csv", rows, "run", run_dir.name)
+    kept = RESULTS / "answers.jsonl"
+    answers = [row for row in (read_lines(kept) if kept.exists() else []) if row["run"] != run_dir.name]
+    for when, file in ("before", files[0]), ("after", files[-1]):
+        answers += [{"run": run_dir.name, "when": when} | row for row in read_lines(file)[:10]]
+    write_lines(kept, answers)
 
 
 # {name: (what it was, script, flags beside those of RUN)}. Of the first three there is a seed each.
@@ -203,25 +205,27 @@ HEAD = f"""# A real chat model
 SmolLM2-135M-Instruct (4-bit weights), float32, two processes on two shared CPU cores; no GPU. The flags of all runs are
 `{RUN}`, and what the table adds. Scores are of the 64 rows of `validation.jsonl`, greedy and sampled at temperature 1.
 "Right" counts the greedy answers whose last whole number is right, whatever reward a run had. Seconds depend on what
-else ran on the machine, so compare them only roughly. KL is that of the last iteration, per token. `NAME-before.jsonl`
-and `NAME-after.jsonl` have the first ten greedy answers.
+else ran on the machine, so compare them only roughly. KL is that of the last iteration, per token. `answers.jsonl` has
+the first ten greedy answers before and after training, and [runs.csv](runs.csv) every metric.
 
 """
 
 
 def make_table():
     """A line for each run that is kept."""
+    from plot import read_table
+
     columns = ["run", "script", "iterations", "greedy", "sampled", "right", "KL", "largest logprob_diff"]
-    lines = []
+    lines, runs = [], read_table(RESULTS / "runs.csv")
     for name, (what, script, flags) in RUNS.items():
-        rows = common.read_csv(RESULTS / f"{name}.csv")
-        scored = [row for row in rows if row["eval/score"]]
-        cells = [f"{what} (`{name}`)", f"{script} {flags}".strip(), rows[-1]["step"]]
+        rows = runs[name]
+        scored = [row for row in rows if "eval/score" in row]
+        cells = [f"{what} (`{name}`)", f"{script} {flags}".strip(), f"{rows[-1]['step']:.0f}"]
         for metric in "eval/score", "eval/score_sampled", "eval/last_number":
-            cells.append(f"{float(scored[0][metric]):.2f} to {float(scored[-1][metric]):.2f}")
-        difference = max(float(row["rollout/logprob_diff"]) for row in rows[1:])
-        seconds = statistics.median(float(row["time/iteration"]) for row in rows[1:])
-        lines.append([*cells, f"{float(rows[-1]['kl/mean']):.2f}", f"{difference:.0e}", f"{seconds:.0f}"])
+            cells.append(f"{scored[0][metric]:.2f} to {scored[-1][metric]:.2f}")
+        difference = max(row["rollout/logprob_diff"] for row in rows[1:])
+        seconds = statistics.median(row["time/iteration"] for row in rows[1:])
+        lines.append([*cells, f"{rows[-1]['kl/mean']:.2f}", f"{difference:.0e}", f"{seconds:.0f}"])
     return common.markdown([*columns, "seconds an iteration"], lines)
 
 

@@ -120,10 +120,9 @@ ENVIRONMENT = {f"lengths-{n}": {"LENGTH_TARGET": str(n)} for n in (80, 100)}
 def run(name, seed):
     """One run, unless its csv is there."""
     base, flags, _ = EXPERIMENTS[name]
-    target = RESULTS / name / f"seed_{seed}.csv"
-    if target.exists():
+    path = RESULTS / f"{name}.csv"
+    if path.exists() and str(seed) in plot.read_table(path):
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "benchmarks").symlink_to(ROOT / "benchmarks")  # a copy needs the embedded model next to it
@@ -137,14 +136,15 @@ def run(name, seed):
         rows = learning.train(script, words, folder / "run", **ENVIRONMENT.get(name, {}))
         first, *_, last = sorted((folder / "run" / "completions").glob("eval_sampled_*.jsonl"))
         samples = read_lines(last)
-        for kept in (first, last) if name == "letters" else ():  # the scores do not show what it learns
-            answers = [{key: x for key, x in row.items() if key != "prompt"} for row in read_lines(kept)]
-            common.write_lines(target.parent / f"seed_{seed}_{kept.name}", answers)
+        if name == "letters":  # the scores do not show what it learns
+            kept = [{"iteration": int(file.stem[-6:])} | row for file in (first, last) for row in read_lines(file)]
+            answers = [{key: x for key, x in row.items() if key != "prompt"} for row in kept]
+            common.write_lines(RESULTS / "letters.jsonl", answers)
     if name.startswith("lengths"):  # whose score also counts the length
         texts, answers = ([row[key] for row in samples] for key in ("response", "answer"))
         rows[-1]["eval/characters_sampled"] = statistics.mean(map(len, texts))
         rows[-1]["eval/right_sampled"] = statistics.mean(grpo_llm.gsm8k(texts, answers))
-    learning.write_compact(rows, target)
+    learning.keep_run(path, rows, "seed", seed)
     last = [row for row in rows if "eval/score" in row][-1]
     print(f"{name}, seed {seed}: greedy {last['eval/score']:.3f}, sampled {last['eval/score_sampled']:.3f}", flush=True)
 
@@ -152,7 +152,7 @@ def run(name, seed):
 def cells(name):
     """The line of an experiment: means over its seeds, lowest and highest in brackets."""
     base, flags, _ = EXPERIMENTS[name]
-    runs = plot.read_runs(RESULTS / name)
+    runs = plot.read_runs(RESULTS / f"{name}.csv")
     columns = [name, f"`{base} {flags}`".replace(" `", "`") + ", not whitened" * (name in RAW), len(runs)]
     for metric in "eval/score", "eval/score_sampled", "eval/length_mean":
         columns.append(spread([[row[metric] for row in rows if metric in row][-1] for rows in runs]))
@@ -161,11 +161,11 @@ def cells(name):
 
 def make_table():
     """What README.md says of the runs that are there."""
-    names = [name for name in EXPERIMENTS if (RESULTS / name).exists()]
+    names = [name for name in EXPERIMENTS if (RESULTS / f"{name}.csv").exists()]
     columns = ["experiment", "script or variant, flags", "seeds", "greedy", "sampled", "length", "responses"]
     lengths = []
     for name in [name for name in names if name.startswith("lengths")]:
-        last = [rows[-1] for rows in plot.read_runs(RESULTS / name)]
+        last = [rows[-1] for rows in plot.read_runs(RESULTS / f"{name}.csv")]
         characters = statistics.mean(row["eval/characters_sampled"] for row in last)
         right = statistics.mean(row["eval/right_sampled"] for row in last)
         lengths.append([name, f"{characters:.1f}", f"{right:.3f}"])

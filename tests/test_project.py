@@ -428,15 +428,14 @@ def test_embedded_model_is_small_and_can_but_usually_does_not():
 
 def test_plot_draws_runs_and_seeds(tmp_path, monkeypatch):
     plot, learning = load_benchmark("plot"), load_benchmark("learning")
-    seeds = tmp_path / "seeds"
-    seeds.mkdir()
+    seeds = tmp_path / "seeds.csv"
     for seed in (1, 2):
         run = tmp_path / f"run{seed}"
         run.mkdir()
         rows = [{"step": s, "reward/mean": seed * s, "time/elapsed": s} for s in range(5)]
         write_rows(run / "metrics.jsonl", [row | ({"group/generated": 12} if seed == 2 else {}) for row in rows])
         (run / "args.json").write_text(json.dumps({"batch_size": 4, "group_size": 2}))
-        learning.write_compact(plot.read_run(run), seeds / f"seed_{seed}.csv")
+        learning.keep_run(seeds, plot.read_run(run), "seed", seed)
     assert [row["responses"] for row in plot.read_run(run)] == [0, 24, 48, 72, 96]  # generated, not used
     curve = plot.curve(plot.read_runs(seeds), "reward/mean", "responses")
     assert [column[:3] for column in curve] == [[0, 16, 32], [0, 1.5, 3], [0, 1, 2], [0, 2, 4]]

@@ -9,12 +9,12 @@ Each run is one command on the embedded default with one process: flags that bre
 into a script, which replaces one function and says nothing. No bug raises an exception. Some would be stopped because
 sampler and training pass differ; here, the message is printed and the run continues.
 
-benchmarks/results/symptoms/ gets NAME.csv (the metrics, four significant digits), NAME.txt (the last line that the run
-printed when it stopped by itself, or the error that was let pass) and, with `table`, table.md. notes/figures/09.py
-draws them; a test checks that the chapter has these commands.
+The metrics go to benchmarks/results/symptoms.csv, with four significant digits; `table` writes symptoms.md next to it.
+When a run stops by itself, or an error was let pass, the last line that it said is printed. notes/figures/09.py draws
+the runs.
 
 kl-negative and entropy-rises were made with version 0.2 (commit c9bdd21), whose scripts had --top-p. It is a variant
-now, so their files stay as they are, and you cannot run them here.
+now, so they stay as they are, and you cannot run them here.
 """
 
 import argparse
@@ -33,10 +33,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import common
 import plot
 import torch
-from common import RESULTS, ROOT, read_csv
-from learning import write_compact
+from common import RESULTS, ROOT
+from learning import keep_run
 
-RUNS = RESULTS / "symptoms"
+RUNS = RESULTS / "symptoms.csv"
 
 # ------------------------------------------------------------------------------------------------------------ the bugs
 
@@ -206,13 +206,11 @@ def produce(name):
             last = [line for line in said.splitlines() if line.startswith("error: ")][:1]
         except SystemExit as error:  # with the last of what it printed
             last, peak = str(error).splitlines()[-1:], 0
-        if last:
-            (RUNS / f"{name}.txt").write_text(last[0].replace(str(run_dir), f"runs/{name}") + "\n")
         if (run_dir / "metrics.jsonl").is_file():
             rows = plot.read_run(run_dir)
             if not rows[-1].get("memory/peak_gib"):  # the scripts measure that of a GPU only
                 rows[-1]["memory/peak_gib"] = peak / 2**30
-            write_compact(rows, RUNS / f"{name}.csv")
+            keep_run(RUNS, rows, "run", name)
     print(f"{name}: {last or 'done'}", flush=True)
 
 
@@ -228,11 +226,11 @@ COLUMNS = [*COLUMNS.split(), "critic/explained_variance"]
 NOT_COMPARED = {"nan", "memory-rollout", "memory-held", "rollout-slow"}  # too few iterations
 
 
-def read_metrics(path):
-    """{metric: {iteration: value}} of a csv; no evaluations, times and constants."""
-    rows = read_csv(path)
-    names = [x for x in rows[0] if "/" in x and not re.match("time|throughput|memory|eval|.*/(lr|coef)$", x)]
-    return {x: {int(row["step"]): float(row[x]) for row in rows if row[x] and row["step"] != "0"} for x in names}
+def by_metric(rows):
+    """{metric: {iteration: value}} of a run; no evaluations, times and constants."""
+    names = sorted({x for row in rows for x in row if "/" in x})
+    names = [x for x in names if not re.match("time|throughput|memory|eval|.*/(lr|coef)$", x)]
+    return {x: {int(row["step"]): row[x] for row in rows if x in row and row["step"] > 0} for x in names}
 
 
 def outside(run, seeds, metric, t):
@@ -265,7 +263,8 @@ def script_and_flags(name):
 
 def make_table(results):
     """Markdown: a sentence on false alarms, and a row for each broken run: first iterations outside a band."""
-    healthy = {f"{x}_llm": [read_metrics(f) for f in sorted((results / x).glob("seed_*.csv"))] for x in ("ppo", "grpo")}
+    healthy = {f"{x}_llm": [by_metric(run) for run in plot.read_runs(results / f"{x}.csv")] for x in ("ppo", "grpo")}
+    broken = plot.read_table(results / "symptoms.csv")
     alarms, tried = [], 0  # of healthy seeds against the other four
     for script, seeds in healthy.items():
         for k, run in enumerate(seeds):
@@ -276,7 +275,7 @@ def make_table(results):
     lines = [["broken run", *(f"`{head}`" for head in heads)], ["---"] * (1 + len(heads))]
     for name in (name for name in SYMPTOMS if name not in NOT_COMPARED):
         script, bug, flags = script_and_flags(name)
-        run = read_metrics(results / "symptoms" / f"{name}.csv")
+        run = by_metric(broken[name])
         outs = {metric: leaves(run, healthy[script], metric) for metric in healthy[script][0]}
         outs = {metric: "↓↑"[out[1] > 0] + str(out[0]) for metric, out in outs.items() if out}
         words = [re.split(r"[:,]|\.(?!\d)", BUGS[bug][2].__doc__)[0]] if bug else []
@@ -296,9 +295,9 @@ def main():
     parser.add_argument("names", nargs="*", help="table, or some of " + ", ".join(SYMPTOMS))
     names = parser.parse_args().names
     if names == ["table"]:
-        (RUNS / "table.md").write_text(make_table(RESULTS))
+        (RESULTS / "symptoms.md").write_text(make_table(RESULTS))
     else:
-        missing = [name for name in SYMPTOMS if not (RUNS / f"{name}.csv").is_file()]
+        missing = SYMPTOMS.keys() - plot.read_table(RUNS)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(produce, names or missing))
 

@@ -47,7 +47,8 @@ POLICIES = ("start", 0), ("later", 12)  # and iterations of training
 
 
 def tiny(seeds):
-    """What tiny_ppo.py prints, as a table for each seed."""
+    """What tiny_ppo.py prints, as a table."""
+    table = []
     for seed in seeds:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -56,8 +57,9 @@ def tiny(seeds):
         rows = [dict(zip(("iteration", "score", "kl", "length"), numbers)) | {"greedy": ""} for numbers in lines]
         rows.insert(0, {"iteration": 0, "score": "", "kl": "", "length": "", "greedy": before[0]})
         rows[-1]["greedy"] = after[0]
-        common.write_csv(RESULTS / f"tiny_{seed}.csv", rows)
+        table += [{"seed": seed} | row for row in rows]
         print(f"seed {seed}: greedy {before[0]} before, {after[0]} after", flush=True)
+    common.write_csv(RESULTS / "tiny.csv", table)
 
 
 def trained_actor(seed, iterations):
