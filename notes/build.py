@@ -30,6 +30,7 @@ SCRIPTS = {"ppo_llm": "PPO", "grpo_llm": "GRPO and its family", "ppo_llm_fsdp": 
 TINY = NOTES / "tiny_ppo.py"  # has a page like a script's, after chapter 1
 WEB, WALK = NOTES / "web", NOTES / "walk.md"
 VARIANTS = sorted({path.stem for path in variants.FOLDER.iterdir() if path.suffix in (".patch", ".py")})
+UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"  # at the head of a page
 IMAGES = ".png", ".svg", ".jpg"
 DIVIDER = re.compile(r"# --- ([\w ]+?)(?:\. .*)? -{9,}$")
 LINK = re.compile(r"\]\(([^)#\s:]+)")
@@ -72,7 +73,7 @@ def script_page(path, title):
         tags = " ".join(dict.fromkeys(TAG.findall(code)))
         page += f'\n{heading}\n\n<div class="beside" data-search-exclude markdown>\n\n'
         page += f'````python linenums="{first}"\n{code}\n````\n\n'
-        page += f"<aside><!-- notes {tags} walk {html.escape(mark)} --></aside>\n\n</div>\n"
+        page += f"<aside data-search-exclude><!-- notes {tags} walk {html.escape(mark)} --></aside>\n\n</div>\n"
     return page
 
 
@@ -135,7 +136,7 @@ def on_files(files, config):
     texts = {TINY: script_page(TINY, "The core alone")}
     texts |= {ROOT / f"{name}.py": script_page(ROOT / f"{name}.py", title) for name, title in SCRIPTS.items()}
     texts |= {NOTES / f"{name}.diff": difference_page(name) for name in DIFFS}
-    pages |= {path: (f"{path.stem}.md", "") for path in texts}
+    pages |= {path: (f"{path.stem}.md", UNSEARCHED if path.suffix == ".diff" else "") for path in texts}
     for path in variants.FOLDER.iterdir():
         if path.stem in VARIANTS:
             pages[path] = f"variant-{path.stem}.md", ""
@@ -148,7 +149,7 @@ def on_files(files, config):
             return match[0]
         place = path.relative_to(ROOT)
         if path.suffix == ".md" and path not in pages:
-            pages[path] = "-".join(place.parts), "---\nsearch: {exclude: true}\n---\n\n"
+            pages[path] = "-".join(place.parts), UNSEARCHED
             waiting.append(path)
         if path in pages:
             return f"]({pages[path][0]}"
@@ -207,11 +208,13 @@ def on_env(env, files, **_):
     pieces = FOLLOWED.split(elsewhere(pages["walk.html"].content, "walk.html"))
     walk = {mark: text.split("<h2")[0] for mark, text in zip(pieces[1::2], pieces[2::2])}
 
-    def beside(match):
-        return walk.get(html.unescape(match[2]), "") + "".join(notes[number] for number in match[1].split())
-
     for name in (*SCRIPTS, TINY.stem):
-        page = pages[f"{name}.html"]
+        page, of = pages[f"{name}.html"], "" if name == "ppo_llm" else "<p><em>Of ppo_llm.py:</em></p>"
+
+        def beside(match, of=of):
+            said = walk.get(html.unescape(match[2]))
+            return (of + said if said else "") + "".join(notes[number] for number in match[1].split())
+
         page.content = re.sub(r"<!-- notes ([\d. ]*) walk (.*?) -->", beside, page.content)
 
 
