@@ -1,9 +1,7 @@
 """Memory arithmetic of the scripts, term by term, in bytes per device: python notes/memory.py prints the tables.
 
-Every function is one term of notes/14-memory.md and depends on nothing but its arguments. Shapes are those of
-Qwen2 (embedding, blocks of attention and gated MLP, RMSNorm, optionally tied output head). Names: `bf16` means
---dtype bfloat16 (or auto on a GPU that supports it); `sharded` means ppo_llm_fsdp.py, which casts weights where
-ppo_llm.py and grpo_llm.py use autocast, so that the same tensors have other types.
+The functions are the terms of notes/14-memory.md. Shapes are those of Qwen2. `bf16` means --dtype bfloat16; `sharded`
+means ppo_llm_fsdp.py, which casts weights where ppo_llm.py and grpo_llm.py use autocast.
 """
 
 from dataclasses import dataclass
@@ -60,11 +58,6 @@ def count(shape, critic=False):
     return shape.layers * count_block(shape) + count_root(shape, critic)
 
 
-def count_linear(shape):
-    """Parameters of the linear layers of the actor's blocks, biases included: what autocast casts, but for the head."""
-    return shape.layers * (count_block(shape) - 2 * shape.hidden)
-
-
 def count_trained(shape, lora_rank=0, critic=False):
     """Parameters that have a gradient: all, or rank * (in + out) per linear layer, and the critic's head."""
     if not lora_rank:
@@ -75,30 +68,23 @@ def count_trained(shape, lora_rank=0, critic=False):
 # What is there all the time
 
 
-def weights(shape, lora_rank=0, critic=True):
-    """Actor and critic in float32, LoRA's matrices beside them."""
+def state(shape, lora_rank=0, critic=True):
+    """In float32: weights, the reference (with LoRA none), Adam's two moments per trained parameter, and gradients.
+
+    Gradients are those of one model at a time: zero_grad frees the actor's before the critic makes its own.
+    """
     models = (False, True) if critic else (False,)
-    return 4 * sum(count(shape, c) + (count_trained(shape, lora_rank, c) if lora_rank else 0) for c in models)
-
-
-def reference(shape, lora_rank=0):
-    """The frozen copy, in float32; with LoRA none."""
-    return 0 if lora_rank else 4 * count(shape)
-
-
-def adam(shape, lora_rank=0, critic=True):
-    """Two float32 moments per trained parameter, from the first step on."""
-    models = (False, True) if critic else (False,)
-    return 8 * sum(count_trained(shape, lora_rank, c) for c in models)
+    trained = [count_trained(shape, lora_rank, c) for c in models]
+    weights = sum(count(shape, c) for c in models) + (sum(trained) if lora_rank else 0)
+    return {
+        "weights": 4 * weights,
+        "reference": 0 if lora_rank else 4 * count(shape),
+        "adam": 8 * sum(trained),
+        "gradients": 4 * max(trained),
+    }
 
 
 # What comes and goes
-
-
-def gradients(shape, lora_rank=0, critic=True):
-    """Float32; those of one model at a time, because zero_grad frees the actor's before the critic makes its own."""
-    models = (False, True) if critic else (False,)
-    return 4 * max(count_trained(shape, lora_rank, c) for c in models)
 
 
 def exchange(shape, lora_rank=0):
@@ -113,16 +99,15 @@ def autocast_copies(shape, lora_rank=0, checkpointing=False):
 
     Of frozen weights it keeps none, but the backward pass does: with LoRA and checkpointing those of one block.
     """
-    blocks = count_linear(shape) // (shape.layers if lora_rank and checkpointing else 1)
-    return 2 * (blocks + shape.vocab * shape.hidden)
+    block = count_block(shape) - 2 * shape.hidden  # autocast does not cast the norms
+    return 2 * (block * (1 if lora_rank and checkpointing else shape.layers) + shape.vocab * shape.hidden)
 
 
 def activations(shape, tokens, bf16=False, sharded=False, checkpointing=False, plain_length=0):
     """What the blocks keep for the backward pass, for so many tokens, padding included.
 
-    Counted from the tensors that autograd saves (transformers' Qwen2, scaled_dot_product_attention without a mask).
-    checkpointing: the input of every block, and all of one block, which is computed anew. plain_length: of a row, where
-    no fused kernel runs (`budget`): keys and values repeated for every head, and the probabilities, are kept as well.
+    With checkpointing that is the input of every block, and all of one, which is computed again. plain_length: of a
+    row, where no fused kernel runs: keys and values repeated for every head, and the probabilities, are kept as well.
     """
     h, m, small = shape.hidden, shape.intermediate, 4 * (shape.heads + 2)
     attention = h + 2 * shape.kv_width  # q, k, v
@@ -140,34 +125,29 @@ def activations(shape, tokens, bf16=False, sharded=False, checkpointing=False, p
 def logits(shape, response_tokens):
     """Four float32 tensors: logits, log-probs, and for the entropy their exponentials and the products.
 
-    `Policy` holds at most 2**26 elements of each at a time.
+    `Policy.forward` holds at most 2**26 elements of each at a time.
     """
     return 4 * 4 * min(response_tokens * shape.vocab, max(2**26, shape.vocab))
 
 
-def embedding_gradient(shape, microbatches=2):
-    """Beyond `gradients`: that of a micro-batch before it is added; of a tied weight both uses' and their sum.
+def embedding_gradient(shape, response_tokens, microbatches=2):
+    """(at the end of the backward pass, while the head runs backward, beside the activations), beyond `gradients`.
 
-    In the first micro-batch of a step what results is the gradient itself: one less.
+    At the end there is that of a micro-batch before it is added; of a tied weight both uses' and their sum. In the
+    first micro-batch of a step what results is the gradient itself: one less. While the head runs there is the head's
+    own, or all of it, if the logits come in parts (`logits`).
     """
-    return 4 * shape.vocab * shape.hidden * ((3 if shape.tied else 1) - (microbatches == 1))
-
-
-def head_gradient(shape, response_tokens, microbatches=2):
-    """What there is of `embedding_gradient` beside the activations, while the head runs backward.
-
-    That is the head's own. If the logits come in parts (`logits`), it is added up over them.
-    """
-    parts = response_tokens * shape.vocab > 2**26
-    return embedding_gradient(shape, microbatches) if parts else 4 * shape.vocab * shape.hidden
+    one = 4 * shape.vocab * shape.hidden
+    end = one * ((3 if shape.tied else 1) - (microbatches == 1))
+    return end, end if response_tokens * shape.vocab > 2**26 else one
 
 
 def gathered_units(shape, bf16=True, lora_rank=0):
     """(while blocks run, at the end of the backward pass) of a sharded model, as FSDP2 gathers it.
 
-    The unit of the rest (embedding, head) is whole from the first layer to the last, and the head's gradient from the
-    beginning of the backward pass; of the blocks two are whole, and one has its gradient, whole and as it is sent. At
-    the end the rest has its gradient: as it is sent in float32, or, when tied, as two uses and their sum.
+    Embedding and head are whole all the time, and the head's gradient from the beginning of the backward pass; of the
+    blocks two are whole, and one has its gradient, whole and as it is sent. At the end there is the gradient of
+    embedding and head: as it is sent in float32, or, when tied, as two uses and their sum.
     """
     w, block, root = 2 if bf16 else 4, count_block(shape), count_root(shape)
     if lora_rank:  # what is frozen has no gradient
@@ -175,11 +155,6 @@ def gathered_units(shape, bf16=True, lora_rank=0):
     head_gradient = w * shape.vocab * shape.hidden
     running = w * root + head_gradient + 2 * w * block + (w + 4) * block
     return running, w * root + max(w + 4, 3 * w if shape.tied else 0) * root
-
-
-def gathered_policy(shape, bf16=True):
-    """The whole policy on every device, with --rollout-params gathered."""
-    return (2 if bf16 else 4) * count(shape)
 
 
 def kv_cache(shape, rows, length, bf16=False, sharded=False):
@@ -190,11 +165,10 @@ def kv_cache(shape, rows, length, bf16=False, sharded=False):
 def prefill(shape, rows, prompt, bf16=False, sharded=False, lora_rank=0):
     """Beside the keys and values: what is there at once while `rows` prompts, padded to `prompt` tokens, are read.
 
-    Nothing is kept for a backward pass, so that the widest moment of one block counts. In its MLP the activated gate,
-    up and their product stand beside four tensors as wide as the stream: the embedding, the block's input, what
-    attention made of it, and its norm. LoRA has a fourth product. Under autocast its widest input is that of down,
-    which peft casts to float32, and autocast back. The rest: cosine and sine, the causal mask of padded rows, and five
-    whole numbers (the prompt, padded, without the padding's mark, its mask, positions).
+    Nothing is kept, so the widest moment of one block counts. In its MLP the activated gate, up and their product stand
+    beside four tensors as wide as the stream: the embedding, the block's input, what attention made of it, and its
+    norm. LoRA has a fourth product; under autocast peft casts its widest input, down's, to float32, and autocast back.
+    The rest: cosine and sine, the causal mask of padded rows, and five whole numbers (ids, mask, positions, ...).
     """
     h, m = shape.hidden, shape.intermediate
     stream, number = 2 if bf16 and sharded else 4, 2 if bf16 else 4
@@ -206,21 +180,16 @@ def prefill(shape, rows, prompt, bf16=False, sharded=False, lora_rank=0):
     return rows * prompt * (4 * stream * h + inside + rest)
 
 
-def sampling(shape, rows, bf16=False):
-    """`sample_tokens`: log-probs 4, probabilities 4, in float64 8, their sum 8, the model's logits 2 or 4; 4 to spare,
-    for the logits over temperature, which only version 0.2 still held here."""
-    return rows * shape.vocab * (28 + (2 if bf16 else 4))
-
-
 def decoding(shape, rows, length, bf16=False, sharded=False, lora_rank=0):
     """Beside the keys and values, in the last step: the largest of three that are not there together.
 
-    They are one layer's old keys, while the longer ones are made (or, in their place, what autocast makes of that
-    layer's keys and values); the frozen head with LoRA, cast for this step; and what sampling needs.
+    They are one layer's old keys, while the longer ones are made (or what autocast makes of that layer's keys and
+    values); the frozen head with LoRA, cast for this step; and `sample_tokens`: the model's logits, log-probs 4,
+    probabilities 4, in float64 8, their sum 8.
     """
     longer = kv_cache(shape, rows, length, bf16, sharded) // (2 * shape.layers)
     head = 2 * shape.vocab * (shape.hidden + rows) if lora_rank and bf16 and not sharded else 0
-    return max(longer, head, sampling(shape, rows, bf16))
+    return max(longer, head, rows * shape.vocab * ((2 if bf16 else 4) + 24))
 
 
 # All of it
@@ -246,19 +215,17 @@ def budget(
 ):
     """{term: bytes on one device}, and the sums "rollout", "update" and "peak"; "host" with offload, all processes.
 
-    The defaults are the scripts'. tokens: --microbatch-tokens; rows: responses sampled at a time on a device, at most
-    --rollout-batch-size; microbatches: of so many tokens per optimizer step, 1 or more. Gradients are made by the
-    backward pass of the first, so they do not stand beside its activations. fused: False on a GPU in float32, where
-    none of torch's fused attention kernels takes fewer heads of keys than of queries.
+    The defaults are the scripts'. tokens: of a micro-batch; rows: responses sampled at a time; microbatches: of an
+    optimizer step (gradients are made by the first, so they do not stand beside its activations). fused: False on a GPU
+    in float32, where none of torch's fused attention kernels takes fewer heads of keys than of queries.
     """
     shards, kind = processes if sharded else 1, {"bf16": bf16, "sharded": sharded}
     prompt = length - response_length
-    keep = {
-        "weights": weights(shape, lora_rank, critic) // shards,
-        "reference": reference(shape, lora_rank) // shards if use_reference else 0,
-        "adam": adam(shape, lora_rank, critic) // shards,
-    }
-    grads = gradients(shape, lora_rank, critic) // shards
+    held = state(shape, lora_rank, critic)
+    if not use_reference:
+        held["reference"] = 0
+    held = {name: size // shards for name, size in held.items()}
+    grads, kept = held["gradients"], sum(held.values()) - held["gradients"]
     autocast = bf16 and not sharded
     copies = autocast_copies(shape, lora_rank, checkpointing) if autocast else 0
     copies_sampling = autocast_copies(shape) if autocast and not lora_rank else 0
@@ -268,11 +235,9 @@ def budget(
     response_tokens = tokens * response_length // length
     head, extra, head_extra = logits(shape, response_tokens), 0, 0
     if not (lora_rank or sharded):
-        extra = embedding_gradient(shape, microbatches)
-        head_extra = head_gradient(shape, response_tokens, microbatches)
-    whole = gathered_policy(shape, bf16) if gathered else running
-    terms = keep | {
-        "gradients": grads,
+        extra, head_extra = embedding_gradient(shape, response_tokens, microbatches)
+    whole = (2 if bf16 else 4) * count(shape) if gathered else running  # --rollout-params
+    terms = held | {
         "copies": copies,
         "units": max(running, ending),
         "activations": saved,
@@ -284,16 +249,16 @@ def budget(
         "prefill": prefill(shape, rows, prompt, lora_rank=lora_rank, **kind),
         "decoding": decoding(shape, rows, length, lora_rank=lora_rank, **kind),
     }
-    state = 0 if offload else sum(keep.values())
+    always = 0 if offload else kept
     first = kv_cache(shape, rows, prompt, **kind) + terms["prefill"]  # step of `generate`
     last = terms["kv cache"] + terms["decoding"]
-    terms["rollout"] = state + copies_sampling + terms["policy"] + max(first, last)
+    terms["rollout"] = always + copies_sampling + terms["policy"] + max(first, last)
     grads = 0 if offload else grads
     passes = copies + running + saved + max(head, 3 * head // 4 + head_extra)
     passes += grads if microbatches > 1 else 0
-    terms["update"] = state + max(passes, grads + max(ending, extra, terms["exchange"]))
+    terms["update"] = always + max(passes, grads + max(ending, extra, terms["exchange"]))
     terms["peak"] = max(terms["rollout"], terms["update"])
-    terms["host"] = (sum(keep.values()) + terms["gradients"]) * shards if offload else 0
+    terms["host"] = (kept + terms["gradients"]) * shards if offload else 0
     return terms
 
 

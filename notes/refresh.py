@@ -1,6 +1,6 @@
 """Brings what the notes say about the code up to date with it: run after every change of a script.
 
-    python notes/refresh.py             (a test fails when it would change something)
+    python notes/refresh.py             (with --check it changes nothing, and fails where it would)
 
 It writes the two diffs and the excerpts of walk.md: below `<!-- code: START -->` the loop of ppo_llm.py from the line
 that begins so to the next such mark, below `<!-- function: NAME -->` a function of it, below `<!-- hunk NAME: KEY -->`
@@ -10,38 +10,16 @@ the hunk of a diff in which KEY is; for * all that no mark names.
 import ast
 import re
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 NOTES = Path(__file__).resolve().parent
 ROOT = NOTES.parent
-SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp"
 DIFFS = {"ppo_to_grpo": ("ppo_llm", "grpo_llm"), "ppo_to_ppo_fsdp": ("ppo_llm", "ppo_llm_fsdp")}
 TAG = re.compile(r"# \[(\d+\.\d+)\]")
 SECTION = re.compile(r"(?m)^## (\d+\.\d+) (.*)$")
 LOOP = "    for iteration in range(first_iteration, args.total_iterations + 1):"  # the loop's first line
-
-
-def places(script):
-    """[(tag, line number, name of the function or class around it)] of a script's source."""
-    lines = (ROOT / f"{script}.py").read_text().splitlines()
-    nodes = [x for x in ast.parse("\n".join(lines)).body if isinstance(x, ast.FunctionDef | ast.ClassDef)]
-    found = []
-    for number, line in enumerate(lines, 1):
-        for tag in TAG.findall(line):
-            at = number + (line.strip() == f"# [{tag}]")  # a tag on a line of its own is about the next
-            name = next((x.name for x in nodes if x.lineno <= at <= x.end_lineno), "module")
-            found.append((tag, at, name))
-    return found
-
-
-def by_tag():
-    """{tag: {script: [(line number, name), ...]}}"""
-    result = {}
-    for script in SCRIPTS:
-        for tag, number, name in places(script):
-            result.setdefault(tag, {}).setdefault(script, []).append((number, name))
-    return result
 
 
 def titles():
@@ -127,5 +105,8 @@ def contents():
 
 
 if __name__ == "__main__":
-    for path, text in contents().items():
+    stale = {path: text for path, text in contents().items() if path.read_text() != text}
+    if "--check" in sys.argv[1:] and stale:
+        sys.exit(f"python notes/refresh.py would change {', '.join(path.name for path in stale)}")
+    for path, text in stale.items():
         path.write_text(text)

@@ -1,25 +1,13 @@
-"""Figure of note 2: `python notes/figures/02.py` writes notes/figures/lambda.png."""
-
-import sys
-from pathlib import Path
+"""Figure of chapter 2: python notes/figures/02.py draws lambda."""
 
 import torch
+from style import plt, save
 
-try:
-    import matplotlib.pyplot as plt
-except ImportError:
-    sys.exit("notes/figures/02.py needs matplotlib: pip install -e '.[plots]'")
-plt.switch_backend("Agg")
-
-FIGURES = Path(__file__).resolve().parent
-ROOT = FIGURES.parents[1]
-sys.path.insert(0, str(ROOT))
+from ppo_llm import gae
 
 
 def one_episode(axes):
     """Advantages of the 16 tokens of one response with score 1, by lambda; the forecasts are made up."""
-    from ppo_llm import gae
-
     values = torch.tensor([[0.3] * 6 + [0.8] * 5 + [0.6] * 5])  # a good token 5, a bad token 10
     rewards = torch.zeros(1, 16)
     rewards[0, -1] = 1.0
@@ -42,8 +30,6 @@ def first_token(lams, knows=0.5, num_tokens=8, episodes=10_000, seed=0):
     Each token adds 1 or -1 at random to a score that is paid at the end. So the value is the sum up to now, and the
     critic forecasts `knows` times that. The first token adds 1.
     """
-    from ppo_llm import gae
-
     steps = torch.randint(2, (episodes, num_tokens), generator=torch.Generator().manual_seed(seed)).double() * 2 - 1
     steps = torch.cat([steps, -steps])  # so that luck is 0 on average
     steps[:, 0] = 1
@@ -65,7 +51,6 @@ def error(axes):
         best = int(found.argmin())
         axes.plot(lams, found, color=color, ls=line, lw=1.6, label=f"critic knows {knows:g}, {n} responses")
         axes.plot(lams[best], found[best], color=color, marker="o", ms=6, clip_on=False)
-        print(f"knows {knows}, {n} responses: best lambda {lams[best]}, error {found[best]:.3f}")
     axes.set(xlabel="lambda", ylim=(0, 1.05))
     axes.legend(fontsize=7.5, loc=(0.02, 0.58), frameon=False)
     axes.set_title("error of the first token's advantage", fontsize=10)
@@ -75,5 +60,4 @@ if __name__ == "__main__":
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.6))
     one_episode(left)
     error(right)
-    figure.tight_layout()
-    figure.savefig(FIGURES / "lambda.png", dpi=110, facecolor="white", bbox_inches="tight")
+    save(figure, "lambda")

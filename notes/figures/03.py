@@ -1,59 +1,13 @@
-"""Figures of note 3: `python notes/figures/03.py` writes notes/figures/{quadrants,epochs}.png."""
-
-import sys
-from pathlib import Path
+"""Figure of chapter 3: python notes/figures/03.py draws epochs."""
 
 import torch
+from style import plt, save
 
-try:
-    import matplotlib.pyplot as plt
-except ImportError:
-    sys.exit("notes/figures/03.py needs matplotlib: pip install -e '.[plots]'")
-plt.switch_backend("Agg")
-
-FIGURES = Path(__file__).resolve().parent
-ROOT = FIGURES.parents[1]
-sys.path.insert(0, str(ROOT))
-
-
-def save(figure, name):
-    figure.savefig(FIGURES / f"{name}.png", dpi=110, facecolor="white", bbox_inches="tight")
-    plt.close(figure)
-
-
-def quadrants():
-    """policy_loss of one token against its ratio, advantage 1 and -1, with and without dual clip."""
-    from ppo_llm import Args, policy_loss
-
-    figure, panels = plt.subplots(1, 2, figsize=(9.2, 3.6))
-    ratio, args = torch.linspace(0.01, 4, 800), Args(model="")
-    for axes, advantage in zip(panels, (1.0, -1.0)):
-        advantages = torch.full_like(ratio, advantage)
-        old = torch.zeros_like(ratio)
-        axes.plot(ratio, -advantages * ratio, color="#888888", lw=1, ls=":", label="without a clip: -A * ratio")
-        axes.plot(ratio, policy_loss(ratio.log(), old, advantages, None, args)[0], "k-", lw=1.8, label="policy_loss")
-        flat, words = ((1.2, 4), "no gradient") if advantage > 0 else ((0, 0.8), "no\ngradient")
-        axes.axvspan(*flat, facecolor="#e6e6e6", hatch="//", edgecolor="#bbbbbb", lw=0)
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-        axes.text(sum(flat) / 2, -3.3 if advantage > 0 else 3.0, words, ha="center", fontsize=9, bbox=box)
-        if advantage < 0:
-            dual_clip = 3.0  # left the scripts in 0.3
-            dual = policy_loss(ratio.log(), old, advantages, None, args)[0].clamp(max=dual_clip)
-            axes.plot(ratio, dual, color="#1f5fa8", lw=1.8, ls="--", label="with a dual clip of 3")
-        axes.axvline(1, color="black", lw=0.6)
-        axes.plot(1, -advantage, "ko", ms=6)
-        axes.set(xlim=(0, 4), xlabel="ratio", ylabel="loss of the token")
-        axes.set_xticks([0, 0.8, 1, 1.2, 2, 3, 4], ["0", ".8", "1", "1.2", "2", "3", "4"], fontsize=8)
-        axes.legend(fontsize=8, loc="lower left" if advantage > 0 else "lower right")
-        axes.set_title("A = 1: to be made likelier" if advantage > 0 else "A = -1: to be made less likely", fontsize=10)
-    figure.tight_layout()
-    save(figure, "quadrants")
+from ppo_llm import Args, policy_loss
 
 
 def many_steps(clip_low, clip_high, steps=128, num_bandits=300, num_actions=50, num_samples=32, seed=0):
     """Gradient steps on one noisy batch: (gain promised by the batch, gain in truth) after each, mean over bandits."""
-    from ppo_llm import Args, policy_loss
-
     args, stream = Args(model="", clip_low=clip_low, clip_high=clip_high), torch.Generator().manual_seed(seed)
     truth = torch.randn(num_bandits, num_actions, generator=stream)  # expected reward of every action
     begin = (2 * truth).softmax(1)  # a policy that is already good
@@ -81,8 +35,6 @@ def epochs():
         label = f"clip {clip}" if clip else "no clip"
         left.plot(promised, color=color, ls=line, lw=1.6, label=label)
         right.plot(gained, color=color, ls=line, lw=1.6, label=label)
-        places = 1, 4, 16, 32, 128
-        print(label, *(f"{n}: {promised[n]:.3f} {gained[n]:.3f}" for n in places), f"max {max(gained):.3f}")
     right.axhline(0, color="black", lw=0.6)
     left.set_title("promised by the batch: mean of ratio * A", fontsize=10)
     right.set_title("gained in truth: change of expected reward", fontsize=10)
@@ -91,10 +43,8 @@ def epochs():
         axes.set_xticks([0, 1, 2, 4, 8, 16, 32, 64, 128], [0, 1, 2, 4, 8, 16, 32, 64, 128], fontsize=8)
         axes.set(xlabel="steps on the same batch", xlim=(0, 128))
         axes.legend(fontsize=9, loc="upper left" if axes is left else "lower left")
-    figure.tight_layout()
     save(figure, "epochs")
 
 
 if __name__ == "__main__":
-    quadrants()
     epochs()

@@ -1,21 +1,11 @@
-"""Figures of note 5: python notes/figures/05.py, from the repository root."""
+"""Figures of chapter 5: python notes/figures/05.py draws difficulty and aggregation."""
 
-import sys
 from math import comb
-from pathlib import Path
 
 import torch
+from style import plt, save
 
-try:
-    import matplotlib.pyplot as plt
-except ImportError:
-    sys.exit("notes/figures/05.py needs matplotlib: pip install -e '.[plots]'")
-plt.switch_backend("Agg")
-
-FIGURES = Path(__file__).resolve().parent
-ROOT = FIGURES.parents[1]
-sys.path.insert(0, str(ROOT))
-from grpo_llm import aggregate, group_advantages  # noqa: E402
+from grpo_llm import aggregate, group_advantages
 
 
 def push(estimator, p, n):
@@ -29,7 +19,7 @@ def push(estimator, p, n):
 
 
 def difficulty():
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
     grid = [0.005 * i for i in range(1, 200)]
     left.plot(grid, [(p * (1 - p)) ** -0.5 for p in grid], "k-", label="1/std of the policy: n without end")
     for n, style in ((64, "-."), (16, "--"), (8, "-"), (4, ":")):
@@ -46,7 +36,7 @@ def difficulty():
     right.legend(fontsize=7)
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.savefig(FIGURES / "difficulty.png", dpi=110)
+    save(figure, "difficulty")
 
 
 def aggregation():
@@ -58,7 +48,7 @@ def aggregation():
         "seq-mean-token-sum-norm": (":", "v"),
     }
     lengths = list(range(2, 65, 2))
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6))
     for mode, (line, marker) in modes.items():
         token, whole = [], []
         for n in lengths:
@@ -74,38 +64,9 @@ def aggregation():
         axes.title.set_fontsize(9)
         axes.grid(alpha=0.3)
     panels[0].legend(fontsize=7, loc=(0.42, 0.45))
-    figure.savefig(FIGURES / "aggregation.png", dpi=110)
-
-
-def group_noise():
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    sizes = [2, 3, 4, 6, 8, 12, 16, 32, 64]
-    left.plot(sizes, [n / (n - 1) for n in sizes], "k-", label="n / (n - 1)")
-    stream, found = torch.Generator().manual_seed(0), []
-    for n in sizes:  # rewards and score functions drawn independently: one response moves the policy little
-        groups = 1_000_000 // n
-        scores = (torch.rand(groups, n, generator=stream) < 0.34).double()
-        directions = torch.randn(groups, n, generator=stream, dtype=torch.float64)
-        advantages = group_advantages(scores.flatten(), n, "rloo").view(groups, n)
-        found.append(n * (advantages * directions).mean(1).var().item() / scores.var().item())
-    left.plot(sizes, found, "o", markerfacecolor="none", label="simulated, rloo")
-    left.axhline(1, color="0.5", linestyle=":", label="baseline known exactly")
-    left.set(xscale="log", xlabel="responses per group", ylabel="variance of the update", ylim=(0.9, 2.15))
-    left.set_xticks([2, 4, 8, 16, 32, 64], [2, 4, 8, 16, 32, 64])
-    left.set_xticks([], minor=True)
-    left.set_title("same number of responses in all", fontsize=9)
-    grid = [0.01 * i for i in range(101)]
-    for n, style in ((2, "-"), (4, "--"), (8, "-."), (16, ":")):
-        right.plot(grid, [p**n + (1 - p) ** n for p in grid], style, label=f"n = {n}")
-    right.set(xlabel="share of right answers to the question", ylabel="chance that all score alike")
-    right.set_title("groups that teach nothing", fontsize=9)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.savefig(FIGURES / "group_noise.png", dpi=110)
+    save(figure, "aggregation")
 
 
 if __name__ == "__main__":
     difficulty()
     aggregation()
-    group_noise()

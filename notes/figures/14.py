@@ -1,17 +1,7 @@
-"""Figure of note 14: python notes/figures/14.py writes notes/figures/memory.png."""
+"""Figure of chapter 14: python notes/figures/14.py draws memory."""
 
-import sys
-from pathlib import Path
-
-try:
-    import matplotlib.pyplot as plt
-except ImportError:
-    sys.exit("notes/figures/14.py needs matplotlib: pip install -e '.[plots]'")
-plt.switch_backend("Agg")
-
-FIGURES = Path(__file__).resolve().parent
-sys.path.insert(0, str(FIGURES.parent))
-from memory import CARDS, GIB, SHAPES, WAYS, budget  # noqa: E402
+from style import plt, save
+from memory import CARDS, GIB, SHAPES, WAYS, budget
 
 PARTS = {
     "weights": (["weights"], "#4477aa", ""),
@@ -43,8 +33,7 @@ def memory(model="Qwen2.5-1.5B"):
     axes.set_xlim(0, 80)
     axes.set_xlabel(f"GiB per device, {model}, with gradient checkpointing")
     axes.legend(fontsize=8, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(FIGURES / "memory.png", dpi=110)
+    save(figure, "memory")
 
 
 if __name__ == "__main__":

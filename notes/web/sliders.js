@@ -30,7 +30,7 @@ if (globalThis.document) {
     for (const name of names) row.insertCell().dataset.name = name
     row.cells[0].innerHTML = "<code></code>"
     row.cells[0].firstChild.textContent = word === "<|endoftext|>" ? "EOS" : word.replace("\n", "\\n").replace(" ", "_")
-    return {cells: row.cells, value: slider(row.cells[2], "value", "", 1, 0.01, response.values[t])}
+    return {cells: row.cells, value: slider(row.cells[2], "value", "", 1, 0.0001, response.values[t])}
   })
 
   function draw() {
