@@ -28,6 +28,7 @@ def site(tmp_path_factory):
     return {path.name: path.read_text() for path in folder.glob("*.html") if path.stem != "404"}, folder
 
 
+@pytest.mark.slow
 def test_links_resolve_formulas_are_mathml_and_nothing_is_loaded_from_the_network(site):
     pages, folder = site
     ids = {name: re.findall(r'<[^>]* id="([^"]+)"', text) for name, text in pages.items()}
@@ -43,6 +44,7 @@ def test_links_resolve_formulas_are_mathml_and_nothing_is_loaded_from_the_networ
                 assert not anchor or path not in pages or anchor in ids[path], f"{name} -> {address}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_is_whole_and_has_the_notes_of_its_tags(site, name):
     lines, page = (ROOT / f"{name}.py").read_text().splitlines(), site[0][f"{name}.html"]
