@@ -61,11 +61,11 @@ def test_the_scripts_take_the_flags_of_the_large_model(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_all_of_it_runs_in_a_tiny_shape(tmp_path):
-    code, _, rows = call(tmp_path)
+def test_what_can_be_trusted_runs_in_a_tiny_shape(tmp_path):
+    code, _, rows = call(tmp_path, "--steps", "lora", "grpo_llm_fsdp", "trust", "agreement")
     found = {row["step"]: row for row in rows}
-    assert code is False and list(found) == gpu.ORDER
-    assert {step for step, row in found.items() if row["result"] != "ok"} <= {"vllm"}
+    assert code is False and {row["result"] for row in rows} == {"ok"}, rows
+    assert list(found) == ["lora", "grpo_llm_fsdp", "resume", "float32", "bfloat16", "float16", "agreement"]
     assert found["resume"]["equal iterations"] == "4 of 4"
     assert found["agreement"]["actor/grad_norm, largest relative difference"] < 1e-4
     assert found["float32"]["logprob_diff"] < 1e-5 < found["float16"]["logprob_diff"]

@@ -53,7 +53,7 @@ def test_it_is_the_model_we_know_and_one_process_and_two_agree(tmp_path, capsys)
     real.write_task("additions", tmp_path / "data")
     flags = {"model": MODEL, "dataset": tmp_path / "data" / "train.jsonl", "eval_rows": 0, "temperature": 0.5}
     flags |= {"reward": f"{ROOT}/benchmarks/real.py:last_number", "max_response_length": 8, "batch_size": 4}
-    flags |= {"group_size": 2, "minibatch_size": 4, "total_iterations": 3, "output_dir": tmp_path, "track": "none"}
+    flags |= {"group_size": 2, "minibatch_size": 4, "total_iterations": 2, "output_dir": tmp_path, "track": "none"}
     flags |= {"lr": 1e-5, "save_every": 0}
     runs = []
     for processes in 1, 2:
