@@ -227,15 +227,13 @@ def test_too_long_and_empty_prompts_are_left_out_and_counted(algo, tmp_path):
     # The BOS counts, but does not make a prompt of an empty text; the request of the reward does not either.
     rows, summary = load(algo, path, tokenizer_with_bos(None), **flags)
     assert [row["prompts"] for row in rows] == ["d"] and "4 left out" in summary
-    assert len(load(algo, path, prompt_column="prompt")[0]) == 4
 
 
 # --- Refusals --------------------------------------------------------------------------------------------------------
 
 
-# How numbers may be written: test_math.py.
 def load_gold(algo, gold):
-    """The answer of the only row, as `gsm8k` gets it."""
+    """The answer of the only row, as `gsm8k` gets it. How numbers may be written: test_math.py."""
     table = datasets.Dataset.from_list([{"question": "1+1?", "answer": gold}])
     ((row,), _) = algo.load_prompts("rows", table, algo.Args(model="none"), make_tokenizer())
     return row["answers"]

@@ -1,7 +1,6 @@
 """The mathematics of the script against slow per-token oracles written here, and against values worked out by hand.
 
-Inputs are float64 and carry junk (9.0, NaN) outside the mask, which must reach neither value nor gradient. What the
-functions make of a whole iteration: test_oracle.py.
+Inputs are float64 with junk (9.0, NaN) outside the mask, which must not matter. Whole iterations: test_oracle.py.
 """
 
 import bisect

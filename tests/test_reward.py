@@ -245,17 +245,17 @@ def test_completions_are_sorted_and_written_by_the_main_process_alone(algo, tmp_
 
 
 def test_a_reward_that_changes_its_arguments_changes_no_data(algo):
-    """As a judge does that appends the answer to the chat: every response has a copy of its own."""
+    """As a judge's may that rewrites the chat: every response has a copy of its own."""
     chat = [{"role": "user", "content": "hi"}]
     row = {"prompts": "hi", "answers": None, "messages": chat, "input_ids": [5], "is_chat": True}
 
     def judge(messages, responses):
         for message in messages:
-            message.append({"role": "assistant", "content": "yes"})
+            message[0]["content"] += "!"
         responses.clear()
-        return [len(message) for message in messages]
+        return [len(message[0]["content"]) for message in messages]
 
     answers = [algo.Response(make_tokenizer()(text)["input_ids"], [], False) for text in ("yes", "no")]
     found = algo.compute_scores(judge, make_tokenizer(), [row, row], answers)
-    assert [(result["response"], result["score"]) for result in found] == [("yes", 2), ("no", 2)]
-    assert len(chat) == 1
+    assert [(result["response"], result["score"]) for result in found] == [("yes", 3), ("no", 3)]
+    assert chat[0]["content"] == "hi"
