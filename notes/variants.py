@@ -33,7 +33,7 @@ GROUPS = {  # by what a researcher wants to change; chapter 13 has the same
     "the KL": "adaptive_kl kl_gradient",
     "which prompts and responses count": "dapo replay mask_truncated",
     "sampling, turns, tools": "two_turns tool_call environment one_step_off bypass top_p pass_at_k",
-    "speed, memory, precision": "paged vllm shared_prompt fp16 lora_bf16",
+    "speed, memory, precision": "graphs paged vllm shared_prompt fp16 lora_bf16",
     "the reward, as a file": "verify_math gym_tasks length_control reward_model judge",
 }
 HEAD = """What: (the change in one or two lines)
