@@ -21,6 +21,7 @@ def call(folder, *words):
     return leaving.value.code, (folder / "README.md").read_text(), read_rows(folder / "rows.jsonl")
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_does_not_stop_the_others(monkeypatch, tmp_path):
     """And the results of two calls add up."""
     scripts = tmp_path / "scripts"

@@ -73,6 +73,7 @@ def test_the_memory_that_the_readme_forecasts_is_computed():
     assert len(found) == 4
 
 
+@pytest.mark.slow
 def test_the_main_command_runs(clone, tiny_model, toy_data):
     script, processes, words = RUNS["gsm8k"]
     words = [*words, "--model", tiny_model, "--dataset", toy_data, "--chat-template", "none", *shlex.split(SMALL)]

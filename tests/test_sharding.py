@@ -124,7 +124,7 @@ def run_of_two(tmp_path_factory, toy_flags):
     return flags, folder / "two"
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_checkpoint_of_two_goes_on_with_any_number(run_of_two, tmp_path, world):
     flags, run_dir = run_of_two
     copy = shutil.copytree(run_dir, tmp_path / "two")

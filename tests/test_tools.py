@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import conftest
 import pytest
 import variants
 from conftest import PLACE, ROOT, write_rows
@@ -139,30 +141,28 @@ def test_rebase_touches_only_what_no_longer_fits(call):
 # ------------------------------------------------------------------------------------------------------- --script
 
 
-def run_pytest(*words):
-    env = {name: value for name, value in os.environ.items() if name != PLACE and "PYTEST" not in name}
-    command = [sys.executable, "-m", "pytest", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
-    return done.returncode, done.stdout + done.stderr
-
-
+@pytest.mark.slow
 def test_a_copy_stands_in_for_its_script(tmp_path):
-    """In workers of pytest-xdist, too, which have no option of pytest's. Of other scripts no test runs."""
+    """In workers of pytest-xdist, too, which have no option of pytest's."""
     head = "def group_advantages(scores, group_size, estimator):"
     broken = f"{head}\n    return scores * 0 + 77\n\n\n{head.replace('group', 'old_group', 1)}"
     copy = changed("grpo_llm.py", head, broken, tmp_path / "my_copy.py")
-    code, said = run_pytest("-n", "1", "--script", copy, "tests/test_groups.py", "-k", "golden_advantages")
-    assert code == 1 and re.search(r"(?m)^FAILED tests/test_groups.py::test_golden_advantages", said), said
+    words = ["-n", "1", "--script", str(copy), "tests/test_groups.py", "-k", "golden_advantages"]
+    env = {name: value for name, value in os.environ.items() if name != PLACE and "PYTEST" not in name}
+    command = [sys.executable, "-m", "pytest", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 1 and "FAILED tests/test_groups.py::test_golden_advantages" in done.stdout, done.stdout
 
 
-def test_what_no_test_takes_is_refused(tmp_path):
+def test_what_no_test_takes_is_refused(monkeypatch, tmp_path):
+    monkeypatch.delenv(PLACE, raising=False)
     copy = changed("ppo_llm.py", "import torch\n", "import torch  # mine\n", tmp_path / "x.py")
     for path, file, error in (
         (copy, "tests/test_site.py", "takes no copy of ppo_llm.py, but these do: .*tests/test_oracle.py"),
         (ROOT / "benchmarks" / "rewards.py", "tests/test_math.py", "names no changed copy"),
     ):
-        code, said = run_pytest("--script", path, file)
-        assert code == pytest.ExitCode.USAGE_ERROR and re.search(error, said), said
+        with pytest.raises(pytest.UsageError, match=error):
+            conftest.pytest_configure(SimpleNamespace(getoption=lambda name, path=path: str(path), args=[file]))
 
 
 # --------------------------------------------------------------------------------------------- compare.py --exact
