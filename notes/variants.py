@@ -27,15 +27,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notes" / "variants"
 SCRIPTS = "ppo_llm.py", "grpo_llm.py", "ppo_llm_fsdp.py"
-GROUPS = {  # by what a researcher wants to change; chapter 13 has the same
-    "the loss": "cispo gspo sapo dppo icepop cov entropy_tokens dual_clip plain_pg value_clip target_kl anneal",
-    "the advantage": "maxrl optimal_baseline multi_reward process_reward vc_ppo shared_critic distill self_distill",
-    "the KL": "adaptive_kl kl_gradient",
-    "which prompts and responses count": "dapo replay mask_truncated",
-    "sampling, turns, tools": "two_turns tool_call environment one_step_off bypass top_p pass_at_k",
-    "speed, memory, precision": "graphs paged vllm shared_prompt fp16 lora_bf16",
-    "the reward, as a file": "verify_math gym_tasks length_control reward_model judge",
-}
+GROUPS = [  # by what a researcher wants to change; chapter 13 has the same
+    "the loss",
+    "the advantage",
+    "the KL",
+    "which prompts and responses count",
+    "sampling, turns, tools",
+    "speed, memory, precision",
+    "the reward, as a file",
+]
 HEAD = """What: (the change in one or two lines)
 Idea: (paper, number)
 Run:  python notes/variants.py apply {name} && accelerate launch {name}_llm.py
@@ -54,10 +54,15 @@ def git(*words, check=True, **options):
     return done
 
 
+def group_of(path):
+    """What the line `Group:` of a patch or a file says. Without one, it is somebody's own, and no test looks at it."""
+    found = re.search(r"(?m)^Group: *(.+)$", path.read_text())
+    return found[1] if found else "yours"
+
+
 def names():
-    """The patches that the project publishes; `yours` has the others in the folder, which no test looks at."""
-    published = [name for group in GROUPS.values() for name in group.split()]
-    return sorted(name for name in published if path_of(name).exists())
+    """The patches that the project publishes."""
+    return sorted(path.stem for path in FOLDER.glob("*.patch") if group_of(path) in GROUPS)
 
 
 def yours():
@@ -237,20 +242,20 @@ def describe(name):
     script, lines = "file", ""
     if path_of(name).exists():
         text, script, _ = read_patch(name)
-        lines, text = sum(changes(name)[:2]), text.partition("\nIdea:")[0].removeprefix("What:")
+        lines, text = sum(changes(name)[:2]), re.split(r"\n(?=\w+:)", text)[0].removeprefix("What:")
         script = script.partition("_")[0]
     else:
-        text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())).removeprefix("Reward:")
+        text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text()))
+        text = text.partition("\nGroup:")[0].removeprefix("Reward:")
     return f"  {name:17} {script:4} {lines:>3}  {textwrap.shorten(text, 88, placeholder=' ...')}"
 
 
 def print_list():
-    """By what a researcher wants to change."""
-    groups = GROUPS | ({"yours": " ".join(yours())} if yours() else {})
-    for title, group in groups.items():
-        print(f"{title}:")
-        for name in group.split():
-            print(describe(name))
+    for group in [*GROUPS, *(["yours"] if yours() else [])]:
+        print(f"{group}:")
+        for path in sorted(FOLDER.glob("*.p*")):  # a file without a group helps another
+            if group_of(path) == group and (path.suffix == ".patch" or group != "yours"):
+                print(describe(path.stem))
 
 
 def main():

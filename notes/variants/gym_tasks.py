@@ -1,4 +1,5 @@
 """Reward: the verifier of a task from the library reasoning-gym, which has over 100 kinds. Make the data first:
+Group: the reward, as a file
 
     pip install -e '.[tasks]'
     python notes/variants/gym_tasks.py chain_sum --folder runs/sums --train 5000 --test 300 --config '{"max_terms": 3}'

@@ -1,4 +1,5 @@
 """Reward: how likely another language model finds the answer "Yes" when it is asked whether a response is good.
+Group: the reward, as a file
 
     JUDGE_MODEL=Qwen/Qwen2.5-1.5B-Instruct accelerate launch ppo_llm.py --reward notes/variants/judge.py:judge ...
 

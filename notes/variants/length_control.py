@@ -1,4 +1,5 @@
 """Reward: right, and as long as it should be (the length reward of L1, 2503.04697, eq. 1, with one length for all).
+Group: the reward, as a file
 
     LENGTH_TARGET=100 accelerate launch grpo_llm.py --reward notes/variants/length_control.py:length_control ...
 

@@ -1,4 +1,5 @@
 """Reward: the score that a reward model, a sequence classifier with one label, gives to a response.
+Group: the reward, as a file
 
     REWARD_MODEL=FOLDER_OR_HUB_ID accelerate launch ppo_llm.py --reward notes/variants/reward_model.py:reward_model ...
 

@@ -1,4 +1,5 @@
 """Reward: 1 if the response's answer equals the data's as mathematics, by the library math-verify.
+Group: the reward, as a file
 
     pip install -e '.[tasks]'
     accelerate launch grpo_llm.py --reward notes/variants/verify_math.py:verify_math ...
