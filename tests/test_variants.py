@@ -154,7 +154,8 @@ def test_patches_apply_and_are_linted(tmp_path):
     for name in NAMES:
         (tmp_path / f"{name}_llm.py").write_text(variants.patched(name))
         head = re.sub(r"\n +", " ", variants.read_patch(name)[0])
-        assert re.match(r"What: .+\nGroup: .+\nIdea: .+\nRun:  .+\nMeasured: ", head) and "(the change" not in head, head
+        assert re.match(r"What: .+\nGroup: .+\nIdea: .+\nRun:  .+\nMeasured: ", head), head
+        assert "(the change" not in head, head
         text, conflicts = sharded(name, tmp_path)
         assert (conflicts > 0) == (name == "lora_bf16"), name
         if not conflicts:
