@@ -92,7 +92,7 @@ def variant_page(name):
     """What a variant's patch says of it, its difference, and the whole file; or its file, where that needs no patch."""
     path, page = variants.FOLDER / f"{name}.py", f"# Variant: `{name}`\n\n"
     if path.with_suffix(".patch").exists():
-        head, script, *_, diff = variants.read_patch(name)
+        head, script, diff = variants.read_patch(name)
         for key, value in re.findall(r"(?m)^(\w+): *(.*(?:\n +.*)*)", head):
             value = re.sub(r"\n +(?!for )", " ", value)
             page += f"**{key}.** {value}\n\n" if key != "Run" else f"```\n{value}\n```\n\n"

@@ -1,4 +1,4 @@
-"""Decoding at a GPU's speed: any script, copy or variant, with its decoding step as a CUDA graph.
+"""Decoding at a GPU's speed: a script, copy or variant (without shards), its decoding step as a CUDA graph.
 Group: speed, memory, precision
 
     accelerate launch notes/variants/graphs.py grpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset ...
