@@ -10,7 +10,8 @@ We guess that all of it takes 25 on one card, and each part less than ten.
 
     scripts     ppo_llm, grpo_llm, lora, ppo_llm_fsdp, grpo_llm_fsdp: three iterations of each on one GPU, with the
                 seconds of each phase, and the peak of memory next to what notes/memory.py forecasts
-    sampling    generate, paged, vllm: tokens per second of the three samplers
+    sampling    generate, graphs, paged, vllm: tokens per second of four ways to sample; decoding: a step of `generate`
+                and of notes/variants/graphs.py, in launches and waits, and whether both give the same tokens
     sizes       defaults, grpo_llm-fit, ppo_llm-fit: rows of 512 + 512 tokens, with the default batch sizes and with
                 those that notes/memory.py recommends for your card
     trust       resume: a run that is killed with -9 and resumed, next to an undisturbed one; float32, bfloat16,
@@ -66,13 +67,21 @@ Bench = namedtuple("Bench", "args folder card shape work")
 # --- What runs in a process of its own: python gpu.py inside FUNCTION ARGUMENTS --------------------------------------
 
 
+def load_with_graphs(path):
+    """A script as a module, and notes/variants/graphs.py, whose `generate` it has."""
+    sys.path.insert(0, str(ROOT / "notes" / "variants"))
+    graphs = importlib.import_module("graphs")
+    graphs.script = graphs.load_script(path)
+    return graphs.script, graphs
+
+
 def run_script(path, *flags):
-    """A script, and the seconds of its phases in metrics.jsonl."""
+    """A script, and the seconds of its phases in metrics.jsonl. Before its flags, `graphs` may stand."""
     import phases
 
     sys.path.insert(0, str(Path(path).parent))
-    sys.argv = [path, *flags]
-    script = importlib.import_module(Path(path).stem)
+    sys.argv = [path, *[flag for flag in flags if flag != "graphs"]]
+    script = load_with_graphs(path)[0] if "graphs" in flags else importlib.import_module(Path(path).stem)
     phases.Clock(script)
     script.main(script.parse_args())
 
@@ -96,6 +105,60 @@ def describe_card(result):
     installed = packages_distributions()  # vLLM's build for CPUs has another name than its module
     card |= {library: version(installed[library][0]) for library in LIBRARIES if library in installed}
     Path(result).write_text(json.dumps(card | {"Python": platform.python_version()}))
+
+
+def profile_decoding(result, model_folder, rows, steps, lora_rank):
+    """A decoding step of `generate` and of graphs.py: seconds, launches, waits, and the time that the GPU computes.
+
+    A step is what `steps` tokens more cost than the first three, which read the prompts and capture the graph.
+    """
+    from peft import LoraConfig
+    from torch.autograd import DeviceType
+    from transformers import AutoModelForCausalLM
+
+    script, graphs = load_with_graphs(ROOT / "grpo_llm.py")
+    accelerator = script.start_processes(script.Args(model="", track="none"))
+    model = script.load_model(model_folder, AutoModelForCausalLM)
+    rows, steps, lora_rank = int(rows), int(steps), int(lora_rank)
+    if lora_rank:
+        model.add_adapter(LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+    accelerator.prepare_model(model, evaluation_mode=True)
+    prompts = [[10 + (7 * row + i) % 900 for i in range(64)] for row in range(rows)]
+    draws = torch.rand(rows, 3 + steps, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def sample(generate, tokens, temperature=1.0):
+        started = time.perf_counter()
+        with accelerator.autocast():
+            uniforms = draws[:, :tokens].to(accelerator.device)
+            responses = generate(model, prompts, uniforms, [-1], temperature)  # no token is EOS
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return responses, time.perf_counter() - started
+
+    def count(generate, tokens):
+        with torch.profiler.profile() as profiler:
+            sample(generate, tokens)
+        names = [event.name for event in profiler.events()]
+        on_gpu = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+        launches = sum(bool(re.match(r"cu(da)?(Graph)?Launch", name)) for name in names)
+        waits = sum(bool(re.match(r"cuda\w+Synchronize", name)) for name in names)
+        return launches, waits, sum(event.self_device_time_total for event in on_gpu) / 1000
+
+    greedy = []
+    for name, generate in ("generate", script.own_generate), ("graphs", script.generate):
+        greedy.append(sample(generate, 3 + steps, temperature=0)[0])  # warms up, too
+        two, three, all_ = (min(sample(generate, tokens)[1] for _ in range(3)) for tokens in (2, 3, 3 + steps))
+        step = (all_ - three) / steps
+        row = {"sampler": name + ", LoRA" * bool(lora_rank), "rows": rows, "step, ms": 1000 * step}
+        row["capture, ms"] = 1000 * (three - two - step) if graphs.capturing and name == "graphs" else ""
+        spent = [(more - less) / steps for more, less in zip(count(generate, 3 + steps), count(generate, 3))]
+        if not torch.cuda.is_available():
+            spent = ["needs a GPU"] * 3
+        row |= dict(zip(("launches", "waits", "GPU busy, ms"), spent))
+        same = sum(one.ids == other.ids for one, other in zip(greedy[0], greedy[-1]))
+        row["greedy rows as generate's"] = f"{same} of {rows}"
+        with open(result, "a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 # --- Starting those processes ----------------------------------------------------------------------------------------
@@ -181,16 +244,16 @@ def forecast(bench, work, sizes, options):
     return memory.budget(bench.shape, **options, **batch)["peak"] / memory.GIB
 
 
-def train(bench, script, size="short", sizes=None, processes=1, lora=0, dtype="auto", iterations=3):
+def train(bench, script, size="short", sizes=None, processes=1, lora=0, dtype="auto", iterations=3, before=""):
     """A script for a few iterations: seconds of its phases, memory, and how far sampler and training pass differ."""
     work = bench.work[size]
     used = bench.card["dtype"] if dtype == "auto" else dtype
     options = {"processes": processes, "sharded": "fsdp" in script, "critic": script.startswith("ppo")}
-    options |= {"lora_rank": lora} | kernels(bench, used)
+    options |= {"lora_rank": lora, "graphs": before == "graphs"} | kernels(bench, used)
     sizes = sizes or recommend(bench, **options)
     if sizes is None:
         return [{"result": "needs a larger card"}]
-    more, name = f"--lora-rank {lora} --dtype {dtype} --save-every 0", f"run-{processes}"
+    more, name = f"{before} --lora-rank {lora} --dtype {dtype} --save-every 0", f"run-{processes}"
     process = begin(bench, script, work, sizes, more, processes, iterations, name)
     console = finish(bench.args, process)
     metrics = read_metrics(bench, name)
@@ -208,6 +271,16 @@ def train(bench, script, size="short", sizes=None, processes=1, lora=0, dtype="a
     row["forecast, GiB"] = forecast(bench, work, sizes, options) if known else ""
     row["logprob_diff"] = max(line["rollout/logprob_diff"] for line in metrics)
     return [row | {"metrics": metrics}]
+
+
+def decoding(bench):
+    rows = []
+    for rank in 0, 16:
+        result = bench.folder / f"decoding-{rank}.jsonl"
+        sizes = bench.work["wide"].responses, 32, rank
+        finish(bench.args, start(bench.args, 1, "profile_decoding", result, bench.folder / "model", *sizes))
+        rows += read_lines(result)
+    return rows
 
 
 def compare(name, metrics, others):
@@ -269,6 +342,8 @@ STEPS = [
     ("scripts", "ppo_llm_fsdp", None, train, {"script": "ppo_llm_fsdp"}),
     ("scripts", "grpo_llm_fsdp", None, train, {"script": "grpo_llm_fsdp"}),
     ("sampling", "generate", None, train, WIDE | {"script": "grpo_llm"}),
+    ("sampling", "graphs", None, train, WIDE | {"script": "grpo_llm", "before": "graphs"}),
+    ("sampling", "decoding", "peft", decoding, {}),
     ("sampling", "paged", None, train, WIDE | {"script": "paged_llm"}),
     ("sampling", "vllm", "vllm", train, WIDE | {"script": "vllm_llm"}),
     ("sizes", "defaults", None, train, LONG | {"script": "grpo_llm", "sizes": (128, 2048, False)}),
@@ -320,7 +395,8 @@ policy and reference. "rows / tokens" are `--rollout-batch-size` and `--microbat
 recommends for this card (with `--small` they are fixed); gc: with `--gradient-checkpointing`. The forecast is that of
 `notes/memory.py`, too. The peak of memory and logprob_diff (sampler against training pass) are the largest of any
 iteration, which has {} responses of {} tokens (`sampling`: {} of {}; `sizes`: {} of {} with the prompt). On a GPU, two
-runs with one seed need not be equal."""
+runs with one seed need not be equal. `decoding`: a step is the mean of 32; the capture is what the graph costs once for
+each size of the batch; in bfloat16, greedy rows may differ where two tokens are nearly as likely."""
 
 
 def write_prompts(folder, length):

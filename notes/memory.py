@@ -157,9 +157,9 @@ def gathered_units(shape, bf16=True, lora_rank=0):
     return running, w * root + max(w + 4, 3 * w if shape.tied else 0) * root
 
 
-def kv_cache(shape, rows, length, bf16=False, sharded=False):
-    """Keys and values of `rows` rows: bfloat16 where weights are cast, float32 under autocast too."""
-    return rows * length * shape.layers * 2 * shape.kv_width * (2 if bf16 and sharded else 4)
+def kv_cache(shape, rows, length, bf16=False, sharded=False, graphs=False):
+    """Keys and values of `rows` rows: bfloat16 where weights are cast or graphs.py samples, float32 else (autocast)."""
+    return rows * length * shape.layers * 2 * shape.kv_width * (2 if bf16 and (sharded or graphs) else 4)
 
 
 def prefill(shape, rows, prompt, bf16=False, sharded=False, lora_rank=0):
@@ -212,12 +212,15 @@ def budget(
     rows=128,
     microbatches=2,
     fused=True,
+    graphs=False,
 ):
     """{term: bytes on one device}, and the sums "rollout", "update" and "peak"; "host" with offload, all processes.
 
     The defaults are the scripts'. tokens: of a micro-batch; rows: responses sampled at a time; microbatches: of an
     optimizer step (gradients are made by the first, so they do not stand beside its activations). fused: False on a GPU
-    in float32, where none of torch's fused attention kernels takes fewer heads of keys than of queries.
+    in float32, where none of torch's fused attention kernels takes fewer heads of keys than of queries. graphs: True
+    with notes/variants/graphs.py, whose cache has its full length from the start, in bfloat16 under autocast; frozen
+    weights are cast once a rollout, and all copies stay until it ends.
     """
     shards, kind = processes if sharded else 1, {"bf16": bf16, "sharded": sharded}
     prompt = length - response_length
@@ -228,7 +231,7 @@ def budget(
     grads, kept = held["gradients"], sum(held.values()) - held["gradients"]
     autocast = bf16 and not sharded
     copies = autocast_copies(shape, lora_rank, checkpointing) if autocast else 0
-    copies_sampling = autocast_copies(shape) if autocast and not lora_rank else 0
+    copies_sampling = autocast_copies(shape) if autocast and (graphs or not lora_rank) else 0
     running, ending = gathered_units(shape, bf16, lora_rank) if sharded else (0, 0)
     plain_length = 0 if fused or shape.heads == shape.kv_heads else length
     saved = activations(shape, tokens, checkpointing=checkpointing, plain_length=plain_length, **kind)
@@ -245,12 +248,13 @@ def budget(
         "embedding gradient": extra,
         "exchange": exchange(shape, lora_rank) if processes > 1 and not sharded else 0,
         "policy": whole if sharded else 0,
-        "kv cache": kv_cache(shape, rows, length, **kind),
+        "kv cache": kv_cache(shape, rows, length, graphs=graphs, **kind),
         "prefill": prefill(shape, rows, prompt, lora_rank=lora_rank, **kind),
         "decoding": decoding(shape, rows, length, lora_rank=lora_rank, **kind),
     }
     always = 0 if offload else kept
-    first = kv_cache(shape, rows, prompt, **kind) + terms["prefill"]  # step of `generate`
+    first = terms["kv cache"] if graphs else kv_cache(shape, rows, prompt, **kind)
+    first += terms["prefill"]  # step of `generate`
     last = terms["kv cache"] + terms["decoding"]
     terms["rollout"] = always + copies_sampling + terms["policy"] + max(first, last)
     grads = 0 if offload else grads

@@ -58,15 +58,18 @@ def test_the_scripts_take_the_flags_of_the_large_model(monkeypatch, tmp_path):
     assert {call[3].stem for call in started} == {*SCRIPTS, "grpo_llm_fsdp", "paged_llm", "vllm_llm", "fp16_llm"}
     for _, processes, _, path, *words in started:
         if path.stem in SCRIPTS:
-            check_flags(path.stem, " ".join(map(str, words)), processes)
+            check_flags(path.stem, " ".join(str(word) for word in words if word != "graphs"), processes)
 
 
 @pytest.mark.slow
 def test_what_can_be_trusted_runs_in_a_tiny_shape(tmp_path):
-    code, _, rows = call(tmp_path, "--steps", "lora", "grpo_llm_fsdp", "trust", "agreement")
+    code, _, rows = call(tmp_path, "--steps", "lora", "grpo_llm_fsdp", "graphs", "decoding", "trust", "agreement")
+    steps = [row for row in rows if row["step"] == "decoding"]
+    assert len(steps) == 4 and {row["greedy rows as generate's"] for row in steps} == {"32 of 32"}
+    rows = [row for row in rows if row not in steps]
     found = {row["step"]: row for row in rows}
     assert code is False and {row["result"] for row in rows} == {"ok"}, rows
-    assert list(found) == ["lora", "grpo_llm_fsdp", "resume", "float32", "bfloat16", "float16", "agreement"]
+    assert list(found) == ["lora", "grpo_llm_fsdp", "graphs", "resume", "float32", "bfloat16", "float16", "agreement"]
     assert found["resume"]["equal iterations"] == "4 of 4"
     assert found["agreement"]["actor/grad_norm, largest relative difference"] < 1e-4
     assert found["float32"]["logprob_diff"] < 1e-5 < found["float16"]["logprob_diff"]
