@@ -74,6 +74,8 @@ LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "se
 # sample, such as text from an environment, is not an action: its log-prob is NOT_SAMPLED (a real one is never above 0).
 Response = namedtuple("Response", "ids logprobs truncated")
 NOT_SAMPLED = math.inf
+# Seconds until a progress bar is shown, and shown anew: a log gets a line a minute of what takes longer.
+PAUSE = 0.1 if sys.stderr.isatty() else 60
 
 
 @dataclass
@@ -233,8 +235,7 @@ def main(args: Args):
         """
         with accelerator.autocast():
             responses = []
-            starts = range(0, len(rows), args.rollout_batch_size)
-            for first in tqdm(starts, desc="sampling", leave=False, disable=not sys.stderr.isatty()):
+            for first in range(0, len(rows), args.rollout_batch_size):
                 part = slice(first, first + args.rollout_batch_size)
                 prompts = [row["input_ids"] for row in rows[part]]
                 responses += generate(policy_model, prompts, uniforms[part].to(device), eos_ids, temperature)
@@ -431,7 +432,8 @@ def main(args: Args):
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
         accelerator.print(
             f"the trained model is in {run_dir}/final; the best greedy score, {state['best_score']:.3f}, came after "
-            f"iteration {state['best_iteration']} ({run_dir}/best, unless that is 0)"
+            f"iteration {state['best_iteration']} ({run_dir}/best, unless that is 0)\n"
+            f"what it wrote, token by token: python benchmarks/view.py {run_dir}"
         )
     if args.track == "tensorboard":
         accelerator.print(f"curves: tensorboard --logdir {args.output_dir}")
@@ -761,13 +763,13 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     tokens = torch.zeros_like(uniforms, dtype=torch.long)  # (B,T)
     logprobs = torch.zeros_like(uniforms, dtype=torch.float32)  # (B,T)
     slots = torch.arange(len(uniforms), device=uniforms.device)  # the response that each row of the batch belongs to
-    alive = torch.ones_like(slots, dtype=torch.bool)
+    alive = torch.ones_like(slots).bool()
     eos = slots.new_tensor(eos_ids)
     cache = transformers.DynamicCache(config=model.config)
     model.eval()  # in train mode, gradient checkpointing would switch the KV cache off
     # `inputs` are the tokens to read in this step: the prompts at t = 0, after that the last token (b,1) of the b rows
     # that are left in the batch. Row j belongs to response slots[j].
-    for t in range(uniforms.shape[1]):
+    for t in tqdm(range(uniforms.shape[1]), "sampling", leave=False, delay=PAUSE, mininterval=PAUSE):
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -inputs.shape[1] :]  # of the inputs
         options = {"position_ids": positions, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         output = model(inputs.clamp(min=0), attention_mask=attention_mask, **options)

@@ -74,6 +74,13 @@ def sample(algo, model, prompts, uniforms, eos_ids=(EOS,), temperature=1.0):
     return algo.generate(model, prompts, uniforms, list(eos_ids), temperature)
 
 
+@pytest.mark.parametrize("pause", [0, 60])
+def test_only_a_long_rollout_says_how_far_it_is(algo, model, pause, monkeypatch, capsys):
+    monkeypatch.setattr(algo, "PAUSE", pause)
+    sample(algo, model, prompts_of(3, 4), noise(2, 6), [-1])
+    assert ("sampling: 100%" in capsys.readouterr().err) == (pause == 0)
+
+
 # --- Policy and Critic -----------------------------------------------------------------------------------------------
 
 

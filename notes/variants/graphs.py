@@ -58,7 +58,8 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     for parameter in frozen:
         parameter.requires_grad_(parameter.is_floating_point())
     steps = decode(model, cache, inputs.clamp(min=0), attention_mask, positions)
-    for t in range(uniforms.shape[1]):
+    pause = {"delay": script.PAUSE, "mininterval": script.PAUSE}
+    for t in script.tqdm(range(uniforms.shape[1]), "sampling", leave=False, **pause):
         logits = next(steps)
         if t == 0:
             logits = logits[owners]
