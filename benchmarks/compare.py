@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py ppo grpo dr_grpo rloo reinforce_pp grpo-lora ppo-fsdp grpo-fsdp \\
         > benchmarks/results/comparison.md
+    python benchmarks/compare.py runs/one runs/two        # your own runs, or folders with a run for each seed
 
 Or check whether two runs are the same, on one process and on two, or before and after a change:
 
@@ -32,7 +33,8 @@ def make_table(results, names, at=(10,)):
     lines = []
     for name in names:
         table = results / f"{name}.csv"
-        runs = plot.read_runs(table if table.is_file() else results / name)
+        places = [Path(name), table, results / name]  # what you name from where you are comes first
+        runs = plot.read_runs(next((place for place in places if place.exists()), name))
         cells = [name, len(runs)]
         for _, metric, step in columns:
             values = []
@@ -116,7 +118,7 @@ def compare_runs(one, other, tolerance):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="csv files in benchmarks/results/, or folders of runs")
+    parser.add_argument("names", nargs="*", help="folders of runs, or csv files in benchmarks/results/")
     parser.add_argument("--results", type=Path, default=RESULTS, help="another folder than benchmarks/results/")
     parser.add_argument("--at", type=int, nargs="+", default=[10], help="also show the evaluation of these iterations")
     parser.add_argument("--exact", type=Path, nargs=2, metavar="RUN", help="two run folders: are they the same?")

@@ -6,8 +6,8 @@
 
 Every argument is one line in each panel: a run folder (or its metrics.jsonl), a folder of run folders, or a csv of
 several seeds as benchmarks/learning.py writes it. Several runs are drawn as their mean, with a band from the lowest to
-the highest. With --metrics there is one row of panels for each metric, and one column for each --x: iterations, sampled
-responses or seconds.
+the highest. If the reward has parts, each has a panel. With --metrics there is one row of panels for each metric, and
+one column for each --x: iterations, sampled responses or seconds.
 """
 
 import argparse
@@ -91,16 +91,21 @@ def curve(runs, metric, x="step"):
 
 def draw(axis, groups, metrics, x="step"):
     """One line for each of groups [(label, runs)], the second of two metrics dashed."""
-    for i, (label, runs) in enumerate(groups):
+    for i, (_, runs) in enumerate(groups):
         for metric, style in zip(metrics, ("-", "--")):
             places, mean, low, high = curve(runs, metric, x)
             if places:
-                name = f"{label} ({len(runs)} seeds)" if len(runs) > 1 else label
-                axis.plot(places, mean, style, color=f"C{i}", linewidth=1.5, label=name if style == "-" else None)
+                axis.plot(places, mean, style, color=f"C{i}", linewidth=1.5)
                 axis.fill_between(places, low, high, color=f"C{i}", alpha=0.15, linewidth=0)
     axis.grid(alpha=0.3)
     if not axis.lines:
         axis.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axis.transAxes, color="gray")
+
+
+def name_runs(paths):
+    """A name for each: the last part of its path, or the whole path where two would be called the same."""
+    names = [Path(path).resolve().name.removesuffix(".csv") for path in paths]
+    return [path if names.count(name) > 1 else name for path, name in zip(paths, names)]
 
 
 def main():
@@ -116,7 +121,7 @@ def main():
     except ImportError:
         sys.exit("plot.py needs matplotlib: pip install -e '.[plots]'")
     plt.switch_backend("Agg")
-    groups = [(Path(run).resolve().name.removesuffix(".csv"), read_runs(run)) for run in args.runs]
+    groups = [(name, read_runs(run)) for name, run in zip(name_runs(args.runs), args.runs)]
 
     if args.metrics:
         options = {"figsize": (max(6, 5.5 * len(args.x)), 0.6 + 3.4 * len(args.metrics)), "squeeze": False}
@@ -127,18 +132,22 @@ def main():
                 axis.set_ylabel(metric)
         for axis, x in zip(axes[-1], args.x):
             axis.set_xlabel(AXIS_LABELS[x])
-        axes[0][0].legend(fontsize=8)
     else:
-        has_critic = any("critic/loss" in row for _, runs in groups for run in runs for row in run)
-        panels = PANELS if has_critic else PANELS[:-3] + GROUP_PANELS
-        figure, axes = plt.subplots(3, 4, figsize=(15, 8.5), constrained_layout=True)
+        known = {name: None for _, runs in groups for run in runs for row in run for name in row}
+        panels = PANELS if "critic/loss" in known else PANELS[:-3] + GROUP_PANELS
+        parts = [name.removeprefix("part/") for name in known if name.startswith("part/")]
+        panels = panels + [(f"{part} (dashed: greedy test)", [f"part/{part}", f"eval_part/{part}"]) for part in parts]
+        rows = -(-len(panels) // 4)
+        figure, axes = plt.subplots(rows, 4, figsize=(15, 2.8 * rows), constrained_layout=True)
         for axis, (title, metrics) in zip(axes.flat, panels):
             draw(axis, groups, metrics)
             axis.set_title(title, fontsize=10)
-        for axis in axes[-1]:
             axis.set_xlabel("iteration")
-        axes.flat[0].set_ylim(0, 1)
-        axes.flat[0].legend(loc="lower right", fontsize=8)
+        for axis in axes.flat[len(panels) :]:
+            axis.set_axis_off()
+    labels = [f"{name} ({len(runs)} seeds)" if len(runs) > 1 else name for name, runs in groups]
+    lines = [plt.Line2D([], [], color=f"C{i}", label=label) for i, label in enumerate(labels)]
+    figure.legend(handles=lines, loc="outside lower center", ncols=4, fontsize=9)
     figure.suptitle(args.title)
     figure.savefig(args.output, dpi=100)
     print(f"wrote {args.output}")
