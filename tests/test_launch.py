@@ -52,6 +52,7 @@ def test_the_console_says_what_runs(script, launched):
     expected = [re.escape(f"{run_dir}, from iteration 1"), f"iteration 0: {EVALUATED}", f"iteration 1/1: {PROGRESS}"]
     expected += [f"iteration 1: {EVALUATED}"]
     expected += [re.escape(f"the trained model is in {run_dir}/final; the best greedy score, {ends}")]
+    expected += [re.escape(f"what it wrote, token by token: python benchmarks/view.py {run_dir}")]
     expected += [re.escape(f"curves: tensorboard --logdir {run_dir.parent}")]
     lines = [line for line in after.splitlines() if "TypedStorage is deprecated" not in line]  # torch 2.9, of itself
     assert all(map(re.fullmatch, expected, lines)) and len(lines) == len(expected), console
