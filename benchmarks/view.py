@@ -4,8 +4,8 @@
 
 This writes one HTML page, runs/NAME/view.html, that needs no network and no server: open it, send it, keep it. A folder
 of run folders stands for all of them. The texts of tokens come from the tokenizer in final/ or best/, or that of the
-model in args.json; without one, the page shows ids. Of a page beyond --megabytes some iterations' texts are left out,
-then some responses of each batch, and the page says so.
+model in args.json; without one, the page shows ids. If the page would be larger than --megabytes, it lacks the texts of
+some iterations, then some responses of each batch, and says so.
 """
 
 import argparse
@@ -17,89 +17,80 @@ from array import array
 from pathlib import Path
 
 TINY = Path(__file__).resolve().parent / "tiny" / "model"
-KINDS = {"step": "train", "eval": "greedy", "eval_sampled": "sampled"}  # completions/KIND_000010.jsonl
+KINDS = {"step": "training", "eval": "greedy", "eval_sampled": "sampled"}  # completions/KIND_000010.jsonl
 COLUMNS = ["logprobs", "ratio", "kl", "advantages", "values"]  # of the tokens; values only in PPO
-JOINED = ""  # the text of a token that only completes a character of the token before
 
 
 def read_lines(path):
-    """The rows of a .jsonl file. The run may be writing its last line just now."""
+    """The rows of a .jsonl file, without a last line that the run is just writing."""
+    rows = []
     lines = path.read_text("utf-8").split("\n")  # splitlines() would also cut at U+2028, which a text may hold
-    lines = [line for line in lines if line]
-    rows = [json.loads(line) for line in lines[:-1]]
-    try:
-        rows += [json.loads(line) for line in lines[-1:]]
-    except ValueError:
-        print(f"{path}: its last line is not complete yet")
+    for number, line in enumerate(lines, 1):
+        try:
+            rows += [json.loads(line)] if line else []
+        except ValueError:
+            if number < len(lines):
+                raise
     return rows
 
 
-def read_starts(folder):
-    """[{"step": first iteration, "args": flags}] of each start of the run, as TensorBoard's files have them.
+def read_resumes(folder):
+    """[(first iteration, flags that changed)] of each start that went on from a checkpoint.
 
-    Each start writes a file, which has its flags at the step of its first iteration. Runs with another --track leave
-    no trace of a resume.
+    Each start writes a TensorBoard file, with its flags at the step of its first iteration. With another --track, a
+    resume leaves no trace.
     """
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    starts = []
+    resumes, before = [], {}
     for file in sorted(folder.glob("events.out.tfevents.*")):  # the names begin with the time
         for event in EventFileLoader(str(file)).Load():
             texts = [value for value in event.summary.value if value.tag.startswith("args")]
             if texts:
                 flags = json.loads(texts[0].tensor.string_val[0].decode().strip("`\n"))
-                starts.append({"step": event.step, "args": flags})
+                names = [name for name in flags if name not in ("resume", "run_name")]
+                changed = [f"{x} {before.get(x)} to {flags[x]}" for x in names if before.get(x) != flags[x]]
+                if event.step > 0:
+                    resumes.append((event.step, changed if before else []))
+                before = flags
                 break
-    return starts
-
-
-def resumes(starts):
-    """[{"step": .., "changed": ["lr 0.1 to 0.01", ..]}] of the starts that went on from a checkpoint."""
-    marks = []
-    for before, start in zip(starts, starts[1:]):
-        names = sorted((before["args"].keys() | start["args"].keys()) - {"resume", "run_name"})
-        pairs = [(name, before["args"].get(name), start["args"].get(name)) for name in names]
-        changed = [f"{name} {old} to {new}" for name, old, new in pairs if old != new]
-        if start["step"] > 0:  # else it began anew
-            marks.append({"step": start["step"], "changed": changed})
-    return marks
+    return resumes
 
 
 def load_tokenizer(folder, args, named):
-    """(tokenizer, where it is from), or (None, why there is none)."""
+    """A tokenizer, or None."""
     from transformers import AutoTokenizer
 
     model = str(args.get("model"))
     if Path(model).parts[-3:] == TINY.parts[-3:]:  # the embedded model, perhaps of another machine
         model = str(TINY)
-    places = [named] if named else [str(folder / "final"), str(folder / "best"), model]
-    for place in places:
-        if named or place == model or [*Path(place).glob("*token*")]:
-            try:
-                return AutoTokenizer.from_pretrained(place), place
-            except (OSError, ValueError):  # neither a folder nor on the hub
-                continue
-    return None, f"no tokenizer in {' or '.join(places)}: tokens are shown as ids (--tokenizer names one)"
+    saved = [str(folder / name) for name in ("final", "best") if (folder / name / "tokenizer_config.json").exists()]
+    for place in [named] if named else [*saved, model]:
+        try:
+            return AutoTokenizer.from_pretrained(place)
+        except (OSError, ValueError):
+            print(f"there is no tokenizer in {place}")
+    return None
 
 
 def pieces_of(ids, tokenizer, cache):
-    """The text of each token. Tokens that share a character have it once: the first its text, the others JOINED."""
+    """The text of each token. Of tokens that share a character the first has the text, the others have none."""
     if tokenizer is None:
         return [f"{token} " for token in ids]
     pieces = []
     first = 0
     while first < len(ids):
-        for last in range(first + 1, min(first + 4, len(ids)) + 1):  # a character has at most 4 bytes
-            key = *ids[max(0, first - 1) : first], -1, *ids[first:last]  # with the token before: it decides on spaces
-            if key not in cache:
-                texts = [tokenizer.decode(ids[max(0, first - 1) : end]) for end in (first, last)] if first else []
-                texts = texts or ["", tokenizer.decode(ids[:last])]
-                cache[key] = texts[1][len(texts[0]) :]
+        for last in range(first + 1, first + 5):  # a character has at most 4 bytes
+            key = tuple(ids[max(0, first - 1) : last]), first > 0
+            if key not in cache:  # what they add to the token before, which may decide on a space
+                before = tokenizer.decode(key[0][:1]) if first else ""
+                cache[key] = tokenizer.decode(key[0])[len(before) :]
             if not cache[key].endswith("\ufffd"):
                 break
         else:  # bytes that make no character
             last = first + 1
-        pieces += [cache[(*ids[max(0, first - 1) : first], -1, *ids[first:last])]] + [JOINED] * (last - first - 1)
+        key = tuple(ids[max(0, first - 1) : last]), first > 0
+        pieces += [cache[key]] + [""] * (min(last, len(ids)) - first - 1)
         first = last
     return pieces
 
@@ -115,90 +106,94 @@ def pack(numbers):
 
 
 def read_response(line, tokenizer, cache):
-    """A line of a completions file, as the page has it."""
+    """[(prompt, answer, other columns), response, score, length, truncated, parts, tokens] of a line of completions."""
     prompt, answer = line["prompt"], line["answer"]
-    other = {name: value for name, value in line.get("row", {}).items() if value not in (prompt, answer)}
-    answer = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
-    row = {"prompt": (prompt, answer, json.dumps(other, ensure_ascii=False) if other else "")}
-    row |= {name: line[name] for name in ("response", "score", "length", "truncated")}
-    row |= {"parts": [*line.get("parts", {}).values()], "tokens": None}
+    others = {name: value for name, value in line.get("row", {}).items() if value not in (prompt, answer)}
+    texts = [x if isinstance(x, str) else json.dumps(x, ensure_ascii=False) for x in (prompt, answer, others)]
+    tokens = 0
     batch = line.get("batch")
     if batch and any(batch["mask"]):
-        # Column i is about the action that follows the state of tokens 0 to i: the token i+1.
+        # Column i is about the action that follows the state of tokens 0 to i: token i+1.
         first = batch["mask"].index(True)
         ids = batch["tokens"][first + 1 :]
         tokens = {name: pack(batch[name][first:-1]) for name in COLUMNS if name in batch}
-        inserted = [i for i, sampled in enumerate(batch["mask"][first:-1]) if not sampled]  # by an environment
-        row["tokens"] = tokens | {"inserted": inserted, "pieces": [*zip(ids, pieces_of(ids, tokenizer, cache))]}
-    return row
+        tokens["inserted"] = [i for i, sampled in enumerate(batch["mask"][first:-1]) if not sampled]
+        tokens["pieces"] = [*zip(ids, pieces_of(ids, tokenizer, cache))]
+    numbers = [line["score"], line["length"], int(line["truncated"]), [*line.get("parts", {}).values()]]
+    return [(*texts[:2], texts[2] if others else ""), line["response"], *numbers, tokens]
 
 
-def read_run(folder, tokenizer_name):
+def read_run(folder, name, tokenizer_name):
     args = json.loads((folder / "args.json").read_text()) if (folder / "args.json").exists() else {}
     rows = read_lines(folder / "metrics.jsonl")
-    starts = read_starts(folder)
-    notes = []
-    if args.get("resume") and len(starts) < 2:
-        notes.append("may have been resumed: its flags have --resume, but no TensorBoard file says where")
+    resumes = read_resumes(folder)
+    notes = [f"resumed at iteration {step}. Flags changed: {', '.join(changed) or 'none'}" for step, changed in resumes]
+    if args.get("resume") and not resumes:
+        notes.append("its last start had --resume, but no TensorBoard file tells of an iteration where it went on")
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
+    metrics = {name: [row.get(name) for row in rows] for name in names}
+    finite = {name: [x if math.isfinite(x or 0) else None for x in column] for name, column in metrics.items()}
     files = []
     tokenizer, cache = None, {}
     for path in sorted(folder.glob("completions/*_*.jsonl")):
         kind, _, step = path.stem.rpartition("_")
         lines = read_lines(path)
-        if tokenizer is None and not notes[1:] and any("batch" in line for line in lines):
-            tokenizer, said = load_tokenizer(folder, args, tokenizer_name)
-            notes += [said] if tokenizer is None else []
-        if kind in KINDS and lines:
-            distinct = len({line["response"] for line in lines}) / len(lines)
-            file = {"kind": KINDS[kind], "step": int(step), "distinct": distinct, "count": len(lines)}
-            file["parts"] = [*lines[0].get("parts", {})]
-            files.append(file | {"rows": [read_response(line, tokenizer, cache) for line in lines]})
-    names = {name: None for row in rows for name in row if name != "step"}  # in order
-    values = {name: [row.get(name) for row in rows] for name in names}
-    finite = {n: [x if x is None or math.isfinite(x) else None for x in column] for n, column in values.items()}
-    run = {"args": {name: str(value) for name, value in args.items()}, "notes": notes, "resumes": resumes(starts)}
-    return run | {"steps": [row["step"] for row in rows], "metrics": finite}, files
-
-
-def number(table, value):
-    return table.setdefault(value, len(table))
+        if kind not in KINDS or not lines:
+            continue
+        if any("batch" in line for line in lines) and not any(file["kind"] == "training" for file in files):
+            tokenizer = load_tokenizer(folder, args, tokenizer_name)
+            notes += [] if tokenizer else ["no tokenizer was found, so tokens are shown as ids (--tokenizer)"]
+        distinct = len({line["response"] for line in lines}) / len(lines)
+        file = {"kind": KINDS[kind], "step": int(step), "distinct": distinct, "count": len(lines)}
+        responses = [read_response(line, tokenizer, cache) for line in lines]
+        files.append(file | {"parts": [*lines[0].get("parts", {})], "rows": responses})
+    for kind in "training", "sampled":  # curves on which a collapse shows
+        shares = {file["step"]: file["distinct"] for file in files if file["kind"] == kind}
+        finite |= {f"distinct/{kind}": [shares.get(row["step"]) for row in rows]} if shares else {}
+    run = {"name": name, "args": {name: str(value) for name, value in args.items()}, "metrics": finite, "files": files}
+    return run | {"steps": [row["step"] for row in rows], "resumes": [step for step, _ in resumes], "notes": notes}
 
 
 def make_page(runs, kept, most):
-    """The page with the files of the iterations `kept`, and at most so many rows of each."""
-    prompts, texts, pieces = {}, {}, {}
+    """The page with the texts of the iterations `kept`, and at most so many rows of each file."""
+    tables = {}, {}, {}  # each text once: {text: its number}
+    prompts, texts, pieces = [lambda value, table=table: table.setdefault(value, len(table)) for table in tables]
     packed = []
-    for run, files in runs:
-        run = run | {"files": []}
-        for file in files:
+    for run in runs:
+        files = []
+        for file in run["files"]:
             rows = []
-            for row in file["rows"][:most] if file["step"] in kept else []:
-                tokens = row["tokens"]
-                tokens = tokens and tokens | {"pieces": [number(pieces, piece) for piece in tokens["pieces"]]}
-                line = [number(prompts, row["prompt"]), number(texts, row["response"]), row["score"], row["length"]]
-                rows.append(line + [int(row["truncated"]), row["parts"], tokens or 0])
-            run["files"].append(file | {"rows": rows})
-        packed.append(run)
-    data = {"runs": packed, "prompts": [*prompts], "texts": [*texts], "pieces": [*pieces]}
-    every = {file["step"] for _, files in runs for file in files}
-    data["left_out"] = {"steps": len(every - kept), "of": len(every), "rows": most}
+            for prompt, text, *numbers, tokens in file["rows"][:most] if file["step"] in kept else []:
+                tokens = tokens and tokens | {"pieces": [*map(pieces, tokens["pieces"])]}
+                rows.append([prompts(prompt), texts(text), *numbers, tokens])
+            files.append(file | {"rows": rows})
+        packed.append(run | {"files": files})
+    notes = [f"{run['name']}: {note}" for run in runs for note in run["notes"]]
+    every = {file["step"]: file["count"] for run in runs for file in run["files"]}
+    if len(kept) < len(every):
+        notes.append(
+            f"To keep the page small, the texts of {len(every) - len(kept)} of {len(every)} iterations are left out."
+        )
+    if most < max(every.values(), default=0):
+        notes.append(f"To keep the page small, it has only the first {most} responses of each file.")
+    data = {"runs": packed, "notes": notes} | dict(zip(("prompts", "texts", "pieces"), map(list, tables)))
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    head, mark, tail = Path(__file__).with_suffix(".html").read_text("utf-8").partition("THE DATA")
-    return head + text + tail
+    head, _, tail = Path(__file__).with_suffix(".html").read_text("utf-8").partition("THE DATA")
+    return (head + text + tail).encode("utf-8", "replace")
 
 
 def fit(runs, limit):
-    """The page, of at most so many bytes if thinning can bring that about. First and last iterations stay."""
-    kept = sorted({file["step"] for _, files in runs for file in files})
-    most = max([file["count"] for _, files in runs for file in files], default=0)
-    while True:
-        page = make_page(runs, {*kept}, most).encode("utf-8", "replace")
-        if len(page) <= limit or (len(kept) <= 2 and most <= 8):
-            return page
+    """The page, with texts left out until it has at most so many bytes. First and last iterations stay."""
+    kept = sorted({file["step"] for run in runs for file in run["files"]})
+    most = max((file["count"] for run in runs for file in run["files"]), default=0)
+    page = make_page(runs, kept, most)
+    while len(page) > limit and (len(kept) > 2 or most > 8):
         if len(kept) > 16 or most <= 8:
             kept = kept[:-1:2] + kept[-1:]
         else:
             most //= 2
+        page = make_page(runs, kept, most)
+    return page
 
 
 def main():
@@ -216,10 +211,7 @@ def main():
         folders += found
     names = [folder.resolve().name for folder in folders]
     names = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders)]
-    runs = [read_run(folder, args.tokenizer) for folder in folders]
-    for name, (run, _) in zip(names, runs):
-        run["name"] = name
-        print("".join(f"{name}: {note}\n" for note in run["notes"]), end="")
+    runs = [read_run(folder, name, args.tokenizer) for folder, name in zip(folders, names)]
     page = fit(runs, args.megabytes * 1e6)
     output = args.output or folders[0] / "view.html"
     output.write_bytes(page)
