@@ -14,6 +14,7 @@ import json
 import math
 import sys
 from array import array
+from functools import cache
 from pathlib import Path
 
 TINY = Path(__file__).resolve().parent / "tiny" / "model"
@@ -22,23 +23,14 @@ COLUMNS = ["logprobs", "ratio", "kl", "advantages", "values"]  # of the tokens; 
 
 
 def read_lines(path):
-    """The rows of a .jsonl file, without a last line that the run is just writing."""
-    rows = []
-    lines = path.read_text("utf-8").split("\n")  # splitlines() would also cut at U+2028, which a text may hold
-    for number, line in enumerate(lines, 1):
-        try:
-            rows += [json.loads(line)] if line else []
-        except ValueError:
-            if number < len(lines):
-                raise
-    return rows
+    """The rows of a .jsonl file. splitlines() would also cut at U+2028, which a text may hold."""
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
 
 
 def read_resumes(folder):
     """[(first iteration, flags that changed)] of each start that went on from a checkpoint.
 
-    Each start writes a TensorBoard file, with its flags at the step of its first iteration. With another --track, a
-    resume leaves no trace.
+    Each start writes a TensorBoard file, with its flags at the step of its first iteration; other trackers do not.
     """
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -48,8 +40,8 @@ def read_resumes(folder):
             texts = [value for value in event.summary.value if value.tag.startswith("args")]
             if texts:
                 flags = json.loads(texts[0].tensor.string_val[0].decode().strip("`\n"))
-                names = [name for name in flags if name not in ("resume", "run_name")]
-                changed = [f"{x} {before.get(x)} to {flags[x]}" for x in names if before.get(x) != flags[x]]
+                changed = [f"{x} {before.get(x)} to {flags[x]}" for x in flags if before.get(x) != flags[x]]
+                changed = [text for text in changed if not text.startswith(("resume", "run_name"))]
                 if event.step > 0:
                     resumes.append((event.step, changed if before else []))
                 before = flags
@@ -57,8 +49,8 @@ def read_resumes(folder):
     return resumes
 
 
-def load_tokenizer(folder, args, named):
-    """A tokenizer, or None."""
+def load_speller(folder, args, named):
+    """A function: what the second tuple of ids adds to the text of the first. Or None, without a tokenizer."""
     from transformers import AutoTokenizer
 
     model = str(args.get("model"))
@@ -67,31 +59,23 @@ def load_tokenizer(folder, args, named):
     saved = [str(folder / name) for name in ("final", "best") if (folder / name / "tokenizer_config.json").exists()]
     for place in [named] if named else [*saved, model]:
         try:
-            return AutoTokenizer.from_pretrained(place)
+            decode = AutoTokenizer.from_pretrained(place).decode
+            return cache(lambda before, ids: decode([*before, *ids])[len(decode([*before])) :])
         except (OSError, ValueError):
             print(f"there is no tokenizer in {place}")
-    return None
 
 
-def pieces_of(ids, tokenizer, cache):
+def pieces_of(ids, speller):
     """The text of each token. Of tokens that share a character the first has the text, the others have none."""
-    if tokenizer is None:
+    if speller is None:
         return [f"{token} " for token in ids]
     pieces = []
-    first = 0
-    while first < len(ids):
-        for last in range(first + 1, first + 5):  # a character has at most 4 bytes
-            key = tuple(ids[max(0, first - 1) : last]), first > 0
-            if key not in cache:  # what they add to the token before, which may decide on a space
-                before = tokenizer.decode(key[0][:1]) if first else ""
-                cache[key] = tokenizer.decode(key[0])[len(before) :]
-            if not cache[key].endswith("\ufffd"):
-                break
-        else:  # bytes that make no character
-            last = first + 1
-        key = tuple(ids[max(0, first - 1) : last]), first > 0
-        pieces += [cache[key]] + [""] * (min(last, len(ids)) - first - 1)
-        first = last
+    while len(pieces) < len(ids):
+        first = len(pieces)
+        before = tuple(ids[max(0, first - 1) : first])  # it may decide on a space
+        parts = [tuple(ids[first : first + size]) for size in (1, 2, 3, 4)]  # a character has at most 4 bytes
+        whole = next((part for part in parts if not speller(before, part).endswith("\ufffd")), parts[0])
+        pieces += [speller(before, whole)] + [""] * (len(whole) - 1)
     return pieces
 
 
@@ -99,17 +83,15 @@ def pack(numbers):
     """Exact float32 in base64, or the one number that all of them are."""
     if len(set(numbers)) == 1 and math.isfinite(numbers[0]):
         return numbers[0]
-    numbers = array("f", numbers)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return base64.b64encode(numbers.tobytes()).decode()
+    return base64.b64encode(array("f", numbers).tobytes()).decode()  # the machine is little-endian, as all are here
 
 
-def read_response(line, tokenizer, cache):
-    """[(prompt, answer, other columns), response, score, length, truncated, parts, tokens] of a line of completions."""
+def read_response(line, speller):
+    """[texts about the prompt, response, score, length, truncated, parts, tokens] of a line of completions."""
     prompt, answer = line["prompt"], line["answer"]
     others = {name: value for name, value in line.get("row", {}).items() if value not in (prompt, answer)}
-    texts = [x if isinstance(x, str) else json.dumps(x, ensure_ascii=False) for x in (prompt, answer, others)]
+    about = [prompt] if answer is None else [prompt, f"reference: {answer}"]
+    about += [f"{name}: {value}" for name, value in others.items()]
     tokens = 0
     batch = line.get("batch")
     if batch and any(batch["mask"]):
@@ -118,9 +100,9 @@ def read_response(line, tokenizer, cache):
         ids = batch["tokens"][first + 1 :]
         tokens = {name: pack(batch[name][first:-1]) for name in COLUMNS if name in batch}
         tokens["inserted"] = [i for i, sampled in enumerate(batch["mask"][first:-1]) if not sampled]
-        tokens["pieces"] = [*zip(ids, pieces_of(ids, tokenizer, cache))]
+        tokens["pieces"] = [*zip(ids, pieces_of(ids, speller))]
     numbers = [line["score"], line["length"], int(line["truncated"]), [*line.get("parts", {}).values()]]
-    return [(*texts[:2], texts[2] if others else ""), line["response"], *numbers, tokens]
+    return [tuple(about), line["response"], *numbers, tokens]
 
 
 def read_run(folder, name, tokenizer_name):
@@ -130,27 +112,26 @@ def read_run(folder, name, tokenizer_name):
     notes = [f"resumed at iteration {step}. Flags changed: {', '.join(changed) or 'none'}" for step, changed in resumes]
     if args.get("resume") and not resumes:
         notes.append("its last start had --resume, but no TensorBoard file tells of an iteration where it went on")
-    names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
-    metrics = {name: [row.get(name) for row in rows] for name in names}
-    finite = {name: [x if math.isfinite(x or 0) else None for x in column] for name, column in metrics.items()}
+    names = dict.fromkeys(name for row in rows for name in row if name != "step")
+    metrics = {x: [row.get(x) if math.isfinite(row.get(x) or 0) else None for row in rows] for x in names}
     files = []
-    tokenizer, cache = None, {}
+    speller = None
     for path in sorted(folder.glob("completions/*_*.jsonl")):
         kind, _, step = path.stem.rpartition("_")
         lines = read_lines(path)
         if kind not in KINDS or not lines:
             continue
         if any("batch" in line for line in lines) and not any(file["kind"] == "training" for file in files):
-            tokenizer = load_tokenizer(folder, args, tokenizer_name)
-            notes += [] if tokenizer else ["no tokenizer was found, so tokens are shown as ids (--tokenizer)"]
+            speller = load_speller(folder, args, tokenizer_name)
+            notes += [] if speller else ["no tokenizer was found, so tokens are shown as ids (--tokenizer)"]
         distinct = len({line["response"] for line in lines}) / len(lines)
         file = {"kind": KINDS[kind], "step": int(step), "distinct": distinct, "count": len(lines)}
-        responses = [read_response(line, tokenizer, cache) for line in lines]
+        responses = sorted((read_response(line, speller) for line in lines), key=lambda row: row[-1] == 0)
         files.append(file | {"parts": [*lines[0].get("parts", {})], "rows": responses})
     for kind in "training", "sampled":  # curves on which a collapse shows
         shares = {file["step"]: file["distinct"] for file in files if file["kind"] == kind}
-        finite |= {f"distinct/{kind}": [shares.get(row["step"]) for row in rows]} if shares else {}
-    run = {"name": name, "args": {name: str(value) for name, value in args.items()}, "metrics": finite, "files": files}
+        metrics |= {f"distinct/{kind}": [shares.get(row["step"]) for row in rows]} if shares else {}
+    run = {"name": name, "args": {name: str(value) for name, value in args.items()}, "metrics": metrics, "files": files}
     return run | {"steps": [row["step"] for row in rows], "resumes": [step for step, _ in resumes], "notes": notes}
 
 
@@ -169,13 +150,10 @@ def make_page(runs, kept, most):
             files.append(file | {"rows": rows})
         packed.append(run | {"files": files})
     notes = [f"{run['name']}: {note}" for run in runs for note in run["notes"]]
-    every = {file["step"]: file["count"] for run in runs for file in run["files"]}
-    if len(kept) < len(every):
-        notes.append(
-            f"To keep the page small, the texts of {len(every) - len(kept)} of {len(every)} iterations are left out."
-        )
-    if most < max(every.values(), default=0):
-        notes.append(f"To keep the page small, it has only the first {most} responses of each file.")
+    every = {file["step"] for run in runs for file in run["files"]}
+    if len(kept) < len(every) or most < max(file["count"] for run in runs for file in run["files"]):
+        which = f"{len(kept)} of {len(every)} iterations, and {most} responses of each file at most"
+        notes.append(f"To keep the page small, it has the texts of {which}. The curves have everything.")
     data = {"runs": packed, "notes": notes} | dict(zip(("prompts", "texts", "pieces"), map(list, tables)))
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     head, _, tail = Path(__file__).with_suffix(".html").read_text("utf-8").partition("THE DATA")
@@ -209,8 +187,8 @@ def main():
         if not found:
             sys.exit(f"error: {path} is neither a run folder (metrics.jsonl) nor a folder of them")
         folders += found
-    names = [folder.resolve().name for folder in folders]
-    names = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders)]
+    short = [folder.resolve().name for folder in folders]
+    names = short if len({*short}) == len(short) else map(str, folders)
     runs = [read_run(folder, name, args.tokenizer) for folder, name in zip(folders, names)]
     page = fit(runs, args.megabytes * 1e6)
     output = args.output or folders[0] / "view.html"
