@@ -1,0 +1,200 @@
+"""Look at one run, or at several over each other: curves, texts as they change, responses token by token.
+
+    python benchmarks/view.py runs/NAME [runs/OTHER ...] [--output page.html]
+
+This writes one HTML page, runs/NAME/view.html, that needs no network and no server: open it, send it, keep it. A folder
+of run folders stands for all of them. The texts of tokens come from the tokenizer in final/ or best/, or that of the
+model in args.json; without one, the page shows ids. If the page would be larger than --megabytes, it lacks the texts of
+some iterations, then some responses of each batch, and says so.
+"""
+
+import argparse
+import base64
+import json
+import math
+import sys
+from array import array
+from functools import cache
+from pathlib import Path
+
+TINY = Path(__file__).resolve().parent / "tiny" / "model"
+KINDS = {"step": "training", "eval": "greedy", "eval_sampled": "sampled"}  # completions/KIND_000010.jsonl
+COLUMNS = ["logprobs", "ratio", "kl", "advantages", "values"]  # of the tokens; values only in PPO
+
+
+def read_lines(path):
+    """The rows of a .jsonl file. splitlines() would also cut at U+2028, which a text may hold."""
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
+
+
+def read_resumes(folder):
+    """[(first iteration, flags that changed)] of each start that went on from a checkpoint.
+
+    Each start writes a TensorBoard file, with its flags at the step of its first iteration; other trackers do not.
+    """
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    resumes, before = [], {}
+    for file in sorted(folder.glob("events.out.tfevents.*")):  # the names begin with the time
+        for event in EventFileLoader(str(file)).Load():
+            texts = [value for value in event.summary.value if value.tag.startswith("args")]
+            if texts:
+                flags = json.loads(texts[0].tensor.string_val[0].decode().strip("`\n"))
+                changed = [f"{x} {before.get(x)} to {flags[x]}" for x in flags if before.get(x) != flags[x]]
+                changed = [text for text in changed if not text.startswith(("resume", "run_name"))]
+                if event.step > 0:
+                    resumes.append((event.step, changed if before else []))
+                before = flags
+                break
+    return resumes
+
+
+def load_speller(folder, args, named):
+    """A function: what the second tuple of ids adds to the text of the first. Or None, without a tokenizer."""
+    from transformers import AutoTokenizer
+
+    model = str(args.get("model"))
+    if Path(model).parts[-3:] == TINY.parts[-3:]:  # the embedded model, perhaps of another machine
+        model = str(TINY)
+    saved = [str(folder / name) for name in ("final", "best") if (folder / name / "tokenizer_config.json").exists()]
+    for place in [named] if named else [*saved, model]:
+        try:
+            decode = AutoTokenizer.from_pretrained(place).decode
+            return cache(lambda before, ids: decode([*before, *ids])[len(decode([*before])) :])
+        except (OSError, ValueError):
+            print(f"there is no tokenizer in {place}")
+
+
+def pieces_of(ids, speller):
+    """The text of each token. Of tokens that share a character the first has the text, the others have none."""
+    if speller is None:
+        return [f"{token} " for token in ids]
+    pieces = []
+    while len(pieces) < len(ids):
+        first = len(pieces)
+        before = tuple(ids[max(0, first - 1) : first])  # it may decide on a space
+        parts = [tuple(ids[first : first + size]) for size in (1, 2, 3, 4)]  # a character has at most 4 bytes
+        whole = next((part for part in parts if not speller(before, part).endswith("\ufffd")), parts[0])
+        pieces += [speller(before, whole)] + [""] * (len(whole) - 1)
+    return pieces
+
+
+def pack(numbers):
+    """Exact float32 in base64, or the one number that all of them are."""
+    if len(set(numbers)) == 1 and math.isfinite(numbers[0]):
+        return numbers[0]
+    return base64.b64encode(array("f", numbers).tobytes()).decode()  # the machine is little-endian, as all are here
+
+
+def read_response(line, speller):
+    """[texts about the prompt, response, score, length, truncated, parts, tokens] of a line of completions."""
+    prompt, answer = line["prompt"], line["answer"]
+    others = {name: value for name, value in line.get("row", {}).items() if value not in (prompt, answer)}
+    about = [prompt] if answer is None else [prompt, f"reference: {answer}"]
+    about += [f"{name}: {value}" for name, value in others.items()]
+    tokens = 0
+    batch = line.get("batch")
+    if batch and any(batch["mask"]):
+        # Column i is about the action that follows the state of tokens 0 to i: token i+1.
+        first = batch["mask"].index(True)
+        ids = batch["tokens"][first + 1 :]
+        tokens = {name: pack(batch[name][first:-1]) for name in COLUMNS if name in batch}
+        tokens["inserted"] = [i for i, sampled in enumerate(batch["mask"][first:-1]) if not sampled]
+        tokens["pieces"] = [*zip(ids, pieces_of(ids, speller))]
+    numbers = [line["score"], line["length"], int(line["truncated"]), [*line.get("parts", {}).values()]]
+    return [tuple(about), line["response"], *numbers, tokens]
+
+
+def read_run(folder, name, tokenizer_name):
+    args = json.loads((folder / "args.json").read_text()) if (folder / "args.json").exists() else {}
+    rows = read_lines(folder / "metrics.jsonl")
+    resumes = read_resumes(folder)
+    notes = [f"resumed at iteration {step}. Flags changed: {', '.join(changed) or 'none'}" for step, changed in resumes]
+    if args.get("resume") and not resumes:
+        notes.append("its last start had --resume, but no TensorBoard file tells of an iteration where it went on")
+    names = dict.fromkeys(name for row in rows for name in row if name != "step")
+    metrics = {x: [row.get(x) if math.isfinite(row.get(x) or 0) else None for row in rows] for x in names}
+    files = []
+    speller = None
+    for path in sorted(folder.glob("completions/*_*.jsonl")):
+        kind, _, step = path.stem.rpartition("_")
+        lines = read_lines(path)
+        if kind not in KINDS or not lines:
+            continue
+        if any("batch" in line for line in lines) and not any(file["kind"] == "training" for file in files):
+            speller = load_speller(folder, args, tokenizer_name)
+            notes += [] if speller else ["no tokenizer was found, so tokens are shown as ids (--tokenizer)"]
+        distinct = len({line["response"] for line in lines}) / len(lines)
+        file = {"kind": KINDS[kind], "step": int(step), "distinct": distinct, "count": len(lines)}
+        responses = sorted((read_response(line, speller) for line in lines), key=lambda row: row[-1] == 0)
+        files.append(file | {"parts": [*lines[0].get("parts", {})], "rows": responses})
+    for kind in "training", "sampled":  # curves on which a collapse shows
+        shares = {file["step"]: file["distinct"] for file in files if file["kind"] == kind}
+        metrics |= {f"distinct/{kind}": [shares.get(row["step"]) for row in rows]} if shares else {}
+    run = {"name": name, "args": {name: str(value) for name, value in args.items()}, "metrics": metrics, "files": files}
+    return run | {"steps": [row["step"] for row in rows], "resumes": [step for step, _ in resumes], "notes": notes}
+
+
+def make_page(runs, kept, most):
+    """The page with the texts of the iterations `kept`, and at most so many rows of each file."""
+    tables = {}, {}, {}  # each text once: {text: its number}
+    prompts, texts, pieces = [lambda value, table=table: table.setdefault(value, len(table)) for table in tables]
+    packed = []
+    for run in runs:
+        files = []
+        for file in run["files"]:
+            rows = []
+            for prompt, text, *numbers, tokens in file["rows"][:most] if file["step"] in kept else []:
+                tokens = tokens and tokens | {"pieces": [*map(pieces, tokens["pieces"])]}
+                rows.append([prompts(prompt), texts(text), *numbers, tokens])
+            files.append(file | {"rows": rows})
+        packed.append(run | {"files": files})
+    notes = [f"{run['name']}: {note}" for run in runs for note in run["notes"]]
+    every = {file["step"] for run in runs for file in run["files"]}
+    if len(kept) < len(every) or most < max(file["count"] for run in runs for file in run["files"]):
+        which = f"{len(kept)} of {len(every)} iterations, and {most} responses of each file at most"
+        notes.append(f"To keep the page small, it has the texts of {which}. The curves have everything.")
+    data = {"runs": packed, "notes": notes} | dict(zip(("prompts", "texts", "pieces"), map(list, tables)))
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    head, _, tail = Path(__file__).with_suffix(".html").read_text("utf-8").partition("THE DATA")
+    return (head + text + tail).encode("utf-8", "replace")
+
+
+def fit(runs, limit):
+    """The page, with texts left out until it has at most so many bytes. First and last iterations stay."""
+    kept = sorted({file["step"] for run in runs for file in run["files"]})
+    most = max((file["count"] for run in runs for file in run["files"]), default=0)
+    page = make_page(runs, kept, most)
+    while len(page) > limit and (len(kept) > 2 or most > 8):
+        if len(kept) > 16 or most <= 8:
+            kept = kept[:-1:2] + kept[-1:]
+        else:
+            most //= 2
+        page = make_page(runs, kept, most)
+    return page
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--output", type=Path, help="file to write (default: view.html in the first run's folder)")
+    parser.add_argument("--tokenizer", help="folder or hub id (default: the run's own)")
+    parser.add_argument("--megabytes", type=float, default=20, help="of the page, before texts are left out")
+    args = parser.parse_args()
+    folders = []
+    for path in args.runs:
+        found = [file.parent for file in sorted([*path.glob("metrics.jsonl"), *path.glob("*/metrics.jsonl")])]
+        if not found:
+            sys.exit(f"error: {path} is neither a run folder (metrics.jsonl) nor a folder of them")
+        folders += found
+    short = [folder.resolve().name for folder in folders]
+    names = short if len({*short}) == len(short) else map(str, folders)
+    runs = [read_run(folder, name, args.tokenizer) for folder, name in zip(folders, names)]
+    page = fit(runs, args.megabytes * 1e6)
+    output = args.output or folders[0] / "view.html"
+    output.write_bytes(page)
+    print(f"wrote {output} ({len(page) / 1e6:.1f} MB): open it in a browser")
+
+
+if __name__ == "__main__":
+    main()
