@@ -153,6 +153,8 @@ def on_files(files, config):
             waiting.append(path)
         if path in pages:
             return f"]({pages[path][0]}"
+        if path.parent == WEB and path.suffix == ".html":  # mkdocs has copied it
+            return f"]({path.name}"
         copies[path] = f"files/{place}" + ".txt" * (path.suffix not in IMAGES)
         return f"]({copies[path]}"
 
