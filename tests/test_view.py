@@ -166,6 +166,7 @@ def test_runs_that_have_little(show, tmp_path, steps, flags):
     assert page.locator("#now").inner_text() == f"Iteration {max(steps, default=0)} of {max(steps, default=0)}"
 
 
+@pytest.mark.slow
 def test_a_large_run_opens_at_once(show, tmp_path):
     texts = [" ".join(random.Random(i).choices(["aaaa", "bbb", "ccccc"], k=48)) for i in range(256)]
     run = make_run(tmp_path / "run", range(101), texts, evaluated=False, ids=range(20, 80))
