@@ -151,7 +151,7 @@ def make_page(runs, kept, most):
         packed.append(run | {"files": files})
     notes = [f"{run['name']}: {note}" for run in runs for note in run["notes"]]
     every = {file["step"] for run in runs for file in run["files"]}
-    if len(kept) < len(every) or most < max(file["count"] for run in runs for file in run["files"]):
+    if len(kept) < len(every) or any(most < file["count"] for run in runs for file in run["files"]):
         which = f"{len(kept)} of {len(every)} iterations, and {most} responses of each file at most"
         notes.append(f"To keep the page small, it has the texts of {which}. The curves have everything.")
     data = {"runs": packed, "notes": notes} | dict(zip(("prompts", "texts", "pieces"), map(list, tables)))
@@ -174,13 +174,13 @@ def fit(runs, limit):
     return page
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, help="file to write (default: view.html in the first run's folder)")
     parser.add_argument("--tokenizer", help="folder or hub id (default: the run's own)")
     parser.add_argument("--megabytes", type=float, default=20, help="of the page, before texts are left out")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     folders = []
     for path in args.runs:
         found = [file.parent for file in sorted([*path.glob("metrics.jsonl"), *path.glob("*/metrics.jsonl")])]
