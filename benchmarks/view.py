@@ -4,8 +4,7 @@
 
 This writes one HTML page, runs/NAME/view.html, that needs no network and no server: open it, send it, keep it. A folder
 of run folders stands for all of them. The texts of tokens come from the tokenizer in final/ or best/, or that of the
-model in args.json; without one, the page shows ids. If the page would be larger than --megabytes, it lacks the texts of
-some iterations, then some responses of each batch, and says so.
+model in args.json; without one, the page shows ids. A page above --megabytes leaves out some texts, and says so.
 """
 
 import argparse
@@ -152,7 +151,7 @@ def make_page(runs, kept, most):
     notes = [f"{run['name']}: {note}" for run in runs for note in run["notes"]]
     every = {file["step"] for run in runs for file in run["files"]}
     if len(kept) < len(every) or any(most < file["count"] for run in runs for file in run["files"]):
-        which = f"{len(kept)} of {len(every)} iterations, and {most} responses of each file at most"
+        which = f"{len(kept)} of {len(every)} iterations, at most {most} responses of each file"
         notes.append(f"To keep the page small, it has the texts of {which}. The curves have everything.")
     data = {"runs": packed, "notes": notes} | dict(zip(("prompts", "texts", "pieces"), map(list, tables)))
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -167,7 +166,8 @@ def fit(runs, limit):
     page = make_page(runs, kept, most)
     while len(page) > limit and (len(kept) > 2 or most > 8):
         if len(kept) > 16 or most <= 8:
-            kept = kept[:-1:2] + kept[-1:]
+            count = max(min(len(kept) - 1, 16), int(0.97 * len(kept) * limit / len(page)))
+            kept = [kept[i * (len(kept) - 1) // (count - 1)] for i in range(count)]  # evenly spread
         else:
             most //= 2
         page = make_page(runs, kept, most)
