@@ -83,7 +83,8 @@ def make_model(folder, shape):
 
 def read_lines(path):
     """The rows of a .jsonl file."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    lines = Path(path).read_text().split("\n")  # splitlines() would also cut at U+2028, which a text may hold
+    return [json.loads(line) for line in lines if line]
 
 
 def write_lines(path, rows):
