@@ -378,18 +378,20 @@ def test_process_reward_credits_the_token_that_ends_a_piece(variant, train, fold
 def test_vine_credits_a_step_with_what_it_changed_in_the_value(train, variant, spy):
     """2410.01679: the mean score of completions where the next step begins, or the score, minus that of its own."""
     scored, whitened = spy(variant("vine"), "compute_scores"), spy(variant("vine"), "masked_whiten")
+    asked = spy(variant("vine"), "generate", lambda model, prompts, *_: prompts)
     train("vine", total_iterations=1, vine_step="[a-m]", vine_rollouts=2, **SOME_END)
     ((_, tokenizer, _, responses), results), ((*_, completions), completed) = scored
     (raw, mask), _ = whitened[0]
-    ends = zip(completions, [result["score"] for result in completed])
+    ends = zip(completions, [result["score"] for result in completed], itertools.chain(*asked[1:]))
     for response, result, gains, valid in zip(responses, results, raw, mask):
         texts = tokenizer.batch_decode([[token] for token in response.ids])
         states = []  # of each token, the value where its step begins
         for i in range(len(texts)):
             if i == 0 or re.search("[a-m]", texts[i - 1]):
                 pair = [next(ends), next(ends)]
-                assert all(end.ids[:i] == response.ids[:i] and len(end.ids) <= 32 for end, _ in pair)
-            states.append((i == 0 or re.search("[a-m]", texts[i - 1]), statistics.mean(score for _, score in pair)))
+                assert all(end.ids[:i] == response.ids[:i] and len(end.ids) <= 32 for end, *_ in pair)
+                assert all(prompt[len(prompt) - i :] == response.ids[:i] for *_, prompt in pair)
+            states.append((i == 0 or re.search("[a-m]", texts[i - 1]), statistics.mean(score for _, score, _ in pair)))
         after = result["score"]
         for i in reversed(range(len(texts))):
             assert gains[valid][i].item() == pytest.approx(after - states[i][1], abs=1e-6)
