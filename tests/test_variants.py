@@ -229,8 +229,13 @@ BY_TWO = [
     ("mask_truncated", 1e-5, {"entropy_coef": 0.05, "batch_size": 8, "minibatch_size": 16}),
     ("self_distill", 1e-5, {"reward": "binary", "distill_weight": 0.7}),
     ("shared_critic", 2e-3, {"lora_rank": 4}),
+    ("gmpo", 1e-5, {}),
+    ("vespo", 1e-5, {}),
+    ("adaptive_entropy", 1e-5, {"entropy_coef": 0.05, "entropy_target": 9.0}),
+    ("muon", 1e-4, {}),
+    ("vine", 1e-5, {"vine_step": "[a-m]"}),
 ]
-SHARDED = "dapo", "target_kl", "pass_at_k", "entropy_tokens", "mask_truncated"
+SHARDED = "dapo", "target_kl", "pass_at_k", "entropy_tokens", "mask_truncated", "muon", "vine"
 
 
 CASES = [(*case, "replicated") for case in BY_TWO] + [(*case, "sharded") for case in BY_TWO if case[0] in SHARDED]

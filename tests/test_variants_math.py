@@ -1,7 +1,9 @@
 """Variants of the loss, the KL, the advantage, and of what counts: each does what its head says."""
 
+import copy
 import itertools
 import math
+import re
 import statistics
 
 import pytest
@@ -51,6 +53,39 @@ def test_gspo_clips_whole_responses(variant):
     each = -2 * math.exp(0.02) / 2 / 2  # of two tokens in one of two responses
     assert torch.allclose(slopes, torch.tensor([[each, each, 0], [0, 0, 0]], dtype=F))
     assert clipped.tolist() == [[False] * 3, [True] * 3]
+
+
+ANSWERS = [([0.5, 3.0, 0.1], 2.0), ([1.9, 0.6], -1.0), ([0.3], 0.5), ([2.0, 3.0, 1.1], -0.7)]  # ratios of tokens, A
+
+
+def by_gmpo(ratios, a):
+    """2507.20673, eq. 4, of one of four answers: (loss, its gradient by the log-probs)."""
+    kept = [min(r, math.exp(0.4)) if a > 0 else max(r, math.exp(-0.4)) for r in ratios]
+    loss = -a * math.prod(kept) ** (1 / len(kept)) / 4
+    return loss, [loss / len(kept) * (k == r) for k, r in zip(kept, ratios)]
+
+
+def by_vespo(ratios, a):
+    """2602.10693: phi(w) weighs the log-probs of an answer, whose ratio is w. Here all of them have nine tokens."""
+    w, k, decay = (math.prod(ratios), 2, 3) if a >= 0 else (math.prod(ratios), 3, 2)
+    slope = -a * w**k * math.exp(decay * (1 - w)) / 9
+    return slope * sum(math.log(r) - 1 for r in ratios), [slope] * len(ratios)
+
+
+@pytest.mark.parametrize("name, paper, clips", [("gmpo", by_gmpo, [1, 1, 0, 0]), ("vespo", by_vespo, [3, 0, 0, 3])])
+def test_the_loss_of_whole_answers_is_the_papers(name, paper, clips, variant):
+    """To 1e-8, within the mask. By hand: 3 > e^.4 and .6 < e^-.4 are clipped; phi(.15) = .29, phi(6.6) = .004."""
+    algo = variant(name)
+    args, advantages = algo.Args(model="m"), torch.tensor([[a] for _, a in ANSWERS], dtype=F).expand(4, 3)
+    mask = torch.tensor([[i < len(ratios) for i in range(3)] for ratios, _ in ANSWERS])
+    new = torch.tensor([[math.log(r) - 1 for r in ratios] + [9] * (3 - len(ratios)) for ratios, _ in ANSWERS], dtype=F)
+    losses, clipped = algo.policy_loss(new.requires_grad_(), torch.full_like(new, -1), advantages, mask, args)
+    loss = algo.aggregate(losses, mask, args.loss_agg, 9, 4, 3)
+    (slopes,) = torch.autograd.grad(loss, new)
+    expected = [paper(*answer) for answer in ANSWERS]
+    assert loss.item() == pytest.approx(sum(x for x, _ in expected), abs=1e-8)
+    assert slopes[mask].tolist() == pytest.approx([x for _, row in expected for x in row], abs=1e-8)
+    assert (clipped & mask).sum(1).tolist() == clips
 
 
 # Before, after, advantage; whether DPPO blocks by |p - p_old| > .15, and by the KL of two outcomes > .12.
@@ -205,6 +240,21 @@ def test_adaptive_kl_follows_its_target_and_resumes(variant, train):
         assert taken / (m["kl/mean"] * m["response/length_mean"]) == pytest.approx(m["kl/coef"], rel=1e-3)
 
 
+def test_adaptive_entropy_is_on_below_the_target(train):
+    """2505.22312. At a learning rate of 0, the loss is lower by the weight times the entropy."""
+    still = {**ONE_PASS, "lr": 0.0, "entropy_coef": 0.5, "loss_agg": "token-mean"}
+    (on,), (off,) = (train("adaptive_entropy", **still, entropy_target=target)[1:] for target in (9.0, 0.0))
+    assert off["actor/loss"] - on["actor/loss"] == pytest.approx(0.5 * on["actor/entropy"], rel=1e-4)
+    assert on["actor/sampled_entropy"] == pytest.approx(on["actor/entropy"], rel=0.2)
+    flags = {"entropy_coef": 0.05, "entropy_step": 0.04, "entropy_target": 3.3, "lr": 1e-2, "total_iterations": 7}
+    weight, seen = 0.05, []
+    for m in resumed(train, "adaptive_entropy", 4, **flags, save_every=4)[1:]:
+        seen.append(m["actor/sampled_entropy"] <= 3.3)
+        assert m["actor/entropy_coef"] == pytest.approx(weight * seen[-1])
+        weight = max(0, weight + (0.04 if seen[-1] else -0.04))
+    assert 1 < sum(seen) < 6
+
+
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_kl_gradient_has_the_value_of_one_kind_and_the_gradient_of_the_kl(variant, kind):
     """The mean under the policy of a token's gradient, against that of KL(pi || ref) itself."""
@@ -219,6 +269,33 @@ def test_kl_gradient_has_the_value_of_one_kind_and_the_gradient_of_the_kl(varian
     ]
     assert torch.allclose(plus, right) and not torch.allclose(plain, right, rtol=0.1)
     assert mean(f"{kind}+") == mean(kind) and torch.equal(kl_penalty(logprobs, ref, "abs"), (logprobs - ref).abs())
+
+
+def test_muon_moves_matrices_by_orthogonal_ones(variant, train):
+    """2502.16982: each singular value goes through the polynomial five times. Against torch's Muon, which computes in
+    bfloat16, and for a bias and an embedding AdamW."""
+    algo, sizes = variant("muon"), torch.tensor([4.0, 2.0, 1.0])
+    u, v = (torch.linalg.qr(torch.randn(n, 3)).Q for n in (5, 3))
+    found, s = u.T @ algo.orthogonal(u * sizes @ v.T) @ v, sizes / sizes.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+    assert torch.allclose(found, s.diag(), atol=1e-5) and s.min() > 0.6 and s.max() < 1.3
+    ours = torch.nn.ModuleDict({"layer": torch.nn.Linear(3, 5), "embed": torch.nn.Embedding(4, 3)})
+    theirs = copy.deepcopy(ours)
+    options = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw", "lr": 0.1, "weight_decay": 0.0}
+    rest = torch.optim.AdamW([theirs["layer"].bias, theirs["embed"].weight], lr=0.1, weight_decay=0.0)
+    steps = [algo.make_optimizer(ours), torch.optim.Muon([theirs["layer"].weight], **options), rest]
+    for group in steps[0].param_groups:
+        group["lr"] = 0.1
+    for _ in range(3):
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for optimizer in steps:
+            optimizer.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=5e-3 if one.shape == (5, 3) else 1e-6)
+    resumed(train, "muon", 2, save_every=2)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -296,6 +373,30 @@ def test_process_reward_credits_the_token_that_ends_a_piece(variant, train, fold
         expected = [0.1 * (i > 2 and tokenizer.decode([i]) < "m") for i in response.ids]
         expected[-1] -= 0.5 * response.truncated
         assert torch.allclose(row[valid], torch.tensor(expected), atol=1e-6)
+
+
+def test_vine_credits_a_step_with_what_it_changed_in_the_value(train, variant, spy):
+    """2410.01679: the mean score of completions where the next step begins, or the score, minus that of its own."""
+    scored, whitened = spy(variant("vine"), "compute_scores"), spy(variant("vine"), "masked_whiten")
+    asked = spy(variant("vine"), "generate", lambda model, prompts, *_: prompts)
+    train("vine", total_iterations=1, vine_step="[a-m]", vine_rollouts=2, **SOME_END)
+    ((_, tokenizer, _, responses), results), ((*_, completions), completed) = scored
+    (raw, mask), _ = whitened[0]
+    ends = zip(completions, [result["score"] for result in completed], itertools.chain(*asked[1:]))
+    for response, result, gains, valid in zip(responses, results, raw, mask):
+        texts = tokenizer.batch_decode([[token] for token in response.ids])
+        states = []  # of each token, the value where its step begins
+        for i in range(len(texts)):
+            if i == 0 or re.search("[a-m]", texts[i - 1]):
+                pair = [next(ends), next(ends)]
+                assert all(end.ids[:i] == response.ids[:i] and len(end.ids) <= 32 for end, *_ in pair)
+                assert all(prompt[len(prompt) - i :] == response.ids[:i] for *_, prompt in pair)
+            states.append((i == 0 or re.search("[a-m]", texts[i - 1]), statistics.mean(score for _, score, _ in pair)))
+        after = result["score"]
+        for i in reversed(range(len(texts))):
+            assert gains[valid][i].item() == pytest.approx(after - states[i][1], abs=1e-6)
+            after = states[i][1] if states[i][0] else after
+    assert next(ends, None) is None and len(completions) > 3 * len(responses)
 
 
 def test_vc_ppo_has_two_lambdas(train, variant, spy):
