@@ -83,12 +83,8 @@ def main(args):
     optimizer = ppo_llm.make_optimizer(model)
     ppo_llm.open_run(run_dir, args, 0, accelerator)
     first = [train_rows[0][name][-60:] for name in ("prompts", "chosen", "rejected")]
-    accelerator.print(
-        f"preferences.py: {world_size} process(es) on {device.type}, {args.dataset}: {len(train_rows)} pairs"
-    )
-    accelerator.print(
-        f"  to train, {len(test_rows)} held out; after {first[0]!r} rather {first[1]!r} than {first[2]!r}"
-    )
+    accelerator.print(f"preferences.py: {world_size} process(es), {len(train_rows)} pairs, {len(test_rows)} held out")
+    accelerator.print("  the first: after {!r} rather {!r} than {!r}".format(*first))
 
     def to_pairs(rows):
         """tokens, mask (2b,L), chosen sides first, and micro-batches (index into them) in which pairs stay together."""
@@ -162,12 +158,9 @@ def read_pairs(source, table, args, tokenizer):
             prompt = re.match(r"(?:(.*)\s)?", chosen[: [*same, False].index(False)], re.DOTALL)[1] or ""
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         if not prompt:
-            ppo_llm.fail(
-                f"{source}, row {number}: chosen and rejected have no common prompt, and --prompt-column is unset"
-            )
-        records.append(
-            {"prompt": prompt, "chosen": args.answer_prefix + chosen, "rejected": args.answer_prefix + rejected}
-        )
+            ppo_llm.fail(f"{source}, row {number}: no common prompt before {chosen[:99]!r} and {rejected[:99]!r}")
+        answers = {"chosen": args.answer_prefix + chosen, "rejected": args.answer_prefix + rejected}
+        records.append({"prompt": prompt} | answers)
     rows, _ = ppo_llm.load_prompts(source, Dataset.from_list(records), replace(args, prompt_column="prompt"), tokenizer)
     for row in rows:
         row["sides"] = []

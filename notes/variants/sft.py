@@ -91,9 +91,7 @@ def main(args):
     optimizer = ppo_llm.make_optimizer(model)
     ppo_llm.open_run(run_dir, args, 0, accelerator)
     first = train_rows[0]["prompts"][-60:] + tokenizer.decode(train_rows[0]["response"].ids)
-    accelerator.print(
-        f"sft.py: {world_size} process(es) on {device.type}, {summary}, {len(train_rows)} to train: {first!r}"
-    )
+    accelerator.print(f"sft.py: {world_size} process(es), {summary}, {len(train_rows)} to train, the first: {first!r}")
 
     def evaluate():
         if len(test_rows) < world_size:
