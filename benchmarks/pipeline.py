@@ -1,7 +1,7 @@
 """Beside notes/variants/sft.py and preferences.py: pairs of a model's own answers, and where two scores part.
 
-    python benchmarks/pipeline.py pairs runs/answers runs/pairs        of each prompt a right and a wrong answer
-    python benchmarks/pipeline.py scores runs/NAME [NAME.csv]          a reward model's scores beside the rule's
+    python benchmarks/pipeline.py pairs runs/answers --output runs/pairs     of each prompt a right and a wrong answer
+    python benchmarks/pipeline.py scores runs/* --output scores.csv          a reward model's scores beside the rule's
 
 `pairs` reads the first batch of a run of grpo_llm.py (`--lr 0 --total-iterations 1`: it only samples) with the rule as
 its reward. Every fifth prompt goes into FOLDER/test.jsonl. With --noise 0.2 a fifth of the pairs are the wrong way
@@ -12,6 +12,7 @@ share in which the right one has the higher score. The questions differ, so it i
 """
 
 import argparse
+import json
 import random
 import statistics
 from pathlib import Path
@@ -41,39 +42,36 @@ def make_pairs(run, folder, noise):
 
 
 def read_scores(run):
-    """A row for each evaluation."""
+    """A row for each iteration; what takes the answers of an evaluation is empty in the others."""
     found = []
-    steps = {line["step"]: line for line in read_lines(run / "metrics.jsonl")}
-    for path in sorted((run / "completions").glob("eval_sampled_*.jsonl")):
-        rows = read_lines(path)
-        rule = gsm8k([row["response"] for row in rows], [row["answer"] for row in rows])
-        right = [row["score"] for row, correct in zip(rows, rule) if correct]
-        wrong = [row["score"] for row, correct in zip(rows, rule) if not correct]
-        order = [(a > b) + 0.5 * (a == b) for a in right for b in wrong]
-        step = steps[int(path.stem[-6:])]
-        row = {"step": step["step"], "score": statistics.mean(row["score"] for row in rows)}
-        row |= {"rule": statistics.mean(rule), "order": statistics.mean(order or [float("nan")])}
-        row |= {"kl": step.get("kl/mean", 0), "length": statistics.mean(row["length"] for row in rows)}
-        row["explained_variance"] = step.get("critic/explained_variance", float("nan"))
-        found.append({name: f"{value:.4g}" for name, value in row.items()})
+    for line in read_lines(run / "metrics.jsonl"):
+        row = {"run": run.name, "seed": json.loads((run / "args.json").read_text())["seed"], "step": line["step"]}
+        row |= {"kl": line.get("kl/mean", 0.0), "explained_variance": line.get("critic/explained_variance", "")}
+        row |= dict.fromkeys(("score", "rule", "order", "length"), "")
+        path = run / "completions" / f"eval_sampled_{line['step']:06d}.jsonl"
+        if path.exists():
+            rows = read_lines(path)
+            rule = gsm8k([row["response"] for row in rows], [row["answer"] for row in rows])
+            right = [row["score"] for row, correct in zip(rows, rule) if correct]
+            wrong = [row["score"] for row, correct in zip(rows, rule) if not correct]
+            order = [(a > b) + (a == b) / 2 for a in right for b in wrong]
+            row |= {"score": line["eval/score_sampled"], "rule": statistics.mean(rule)}
+            row |= {"order": statistics.mean(order) if order else "", "length": line["eval/length_mean"]}
+        found.append({name: f"{x:.4g}" if isinstance(x, float) else x for name, x in row.items()})
     return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("pairs", "scores"))
-    parser.add_argument("run", type=Path)
-    parser.add_argument("output", type=Path, nargs="?")
+    parser.add_argument("runs", type=Path, nargs="+", help="one to make pairs of")
+    parser.add_argument("--output", type=Path, required=True, help="a folder of pairs, or the csv of scores")
     parser.add_argument("--noise", type=float, default=0.0)
     args = parser.parse_args()
     if args.command == "pairs":
-        print(make_pairs(args.run, args.output, args.noise))
+        print(make_pairs(args.runs[0], args.output, args.noise))
     else:
-        rows = read_scores(args.run)
-        if args.output:
-            write_csv(args.output, rows)
-        for cells in rows[0], *map(dict.values, rows):
-            print("  ".join(f"{cell[:9]:>9}" for cell in cells))
+        write_csv(args.output, [row for run in args.runs for row in read_scores(run)])
 
 
 if __name__ == "__main__":
