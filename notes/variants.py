@@ -35,6 +35,7 @@ GROUPS = [  # by what a researcher wants to change; chapter 13 has the same
     "sampling, turns, tools",
     "speed, memory, precision",
     "the reward, as a file",
+    "the stages before PPO",
 ]
 HEAD = """What: (the change in one or two lines)
 Idea: (paper, number)
