@@ -110,7 +110,7 @@ def chapters():
     """Paths of the pages under the tab Learn, in their order."""
     first, second, *others = sorted(NOTES.glob("[0-9]*.md"))
     start = NOTES / "README.md", first, TINY, WALK, second, WEB / "sliders.md"
-    return [*start, *others, NOTES / "guide.md", NOTES / "real-run.md"]
+    return [*start, *others, NOTES / "guide.md", NOTES / "real-run.md", NOTES / "stuck.md"]
 
 
 def on_config(config):
