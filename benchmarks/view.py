@@ -16,14 +16,10 @@ from array import array
 from functools import cache
 from pathlib import Path
 
-TINY = Path(__file__).resolve().parent / "tiny" / "model"
+from common import TINY, read_lines
+
 KINDS = {"step": "training", "eval": "greedy", "eval_sampled": "sampled"}  # completions/KIND_000010.jsonl
 COLUMNS = ["logprobs", "ratio", "kl", "advantages", "values"]  # of the tokens; values only in PPO
-
-
-def read_lines(path):
-    """The rows of a .jsonl file. splitlines() would also cut at U+2028, which a text may hold."""
-    return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
 
 
 def read_resumes(folder):
@@ -53,8 +49,9 @@ def load_speller(folder, args, named):
     from transformers import AutoTokenizer
 
     model = str(args.get("model"))
-    if Path(model).parts[-3:] == TINY.parts[-3:]:  # the embedded model, perhaps of another machine
-        model = str(TINY)
+    embedded = TINY / "model"
+    if Path(model).parts[-3:] == embedded.parts[-3:]:  # the embedded model, perhaps of another machine
+        model = str(embedded)
     saved = [str(folder / name) for name in ("final", "best") if (folder / name / "tokenizer_config.json").exists()]
     for place in [named] if named else [*saved, model]:
         try:

@@ -31,7 +31,7 @@ TINY = NOTES / "tiny_ppo.py"  # has a page like a script's, after chapter 1
 WEB, WALK = NOTES / "web", NOTES / "walk.md"
 VARIANTS = sorted({path.stem for path in variants.FOLDER.iterdir() if path.suffix in (".patch", ".py")})
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"  # at the head of a page
-IMAGES = ".png", ".svg", ".jpg"
+SHOWN = ".png", ".svg", ".jpg", ".html"  # by a browser; other files become .txt
 DIVIDER = re.compile(r"# --- ([\w ]+?)(?:\. .*)? -{9,}$")
 LINK = re.compile(r"\]\(([^)#\s:]+)")
 FOLLOWED = re.compile(r"<!-- code: (.*?) -->\s*<div.*?</div>", re.DOTALL)  # code of the walk, in HTML
@@ -153,9 +153,7 @@ def on_files(files, config):
             waiting.append(path)
         if path in pages:
             return f"]({pages[path][0]}"
-        if path.parent == WEB and path.suffix == ".html":  # mkdocs has copied it
-            return f"]({path.name}"
-        copies[path] = f"files/{place}" + ".txt" * (path.suffix not in IMAGES)
+        copies[path] = f"files/{place}" + ".txt" * (path.suffix not in SHOWN)
         return f"]({copies[path]}"
 
     for file in [file for file in files if file.src_uri in ("home.md", "sliders.md")]:

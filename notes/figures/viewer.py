@@ -1,7 +1,7 @@
 """The README's picture of the viewer: python notes/figures/viewer.py (needs the extra `browser` and a Chromium).
 
-It opens notes/web/example.html, chooses a wrong response of iteration 20 and one of its tokens, and cuts out the first
-row of curves and the response.
+It opens the page of the PPO run in benchmarks/results/view/, chooses a wrong response of iteration 20 and one of its
+tokens, and cuts out the first row of curves and the response.
 """
 
 import io
@@ -12,6 +12,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 FIGURES = Path(__file__).resolve().parent
+ROOT = FIGURES.parents[1]
 SCALE = 1.5  # pixels of the picture per pixel of the page
 
 
@@ -26,7 +27,7 @@ def main():
     with sync_playwright() as running:
         browser = running.chromium.launch(executable_path=shutil.which("chromium"))
         page = browser.new_page(viewport={"width": 1150, "height": 900}, device_scale_factor=SCALE)
-        page.goto((FIGURES.parent / "web" / "example.html").as_uri())
+        page.goto((ROOT / "benchmarks/results/view/example.html").as_uri())
         page.evaluate(
             "step => { step.value = 20; step.dispatchEvent(new Event('input')) }", page.query_selector("#step")
         )
