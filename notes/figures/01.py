@@ -171,12 +171,14 @@ def token_table(row=5):
     words = [tokenizer.decode([tokens[row, i + 1]]) for i in states]
     numbers = {name: [round(x, 4) for x in values[row, states].tolist()] for name, values in columns.items()}
     ratios = [values for name, values in numbers.items() if "ratio" in name]
-    print("| token | " + " | ".join(columns) + " |\n|" + " --- |" * (len(columns) + 1))
+    shown = {name: numbers[name] for name in ("log-prob", "$V$", r"$\delta$", "$A$")}
+    shown["ratio after four steps"] = ratios[-1]
+    print("| token | " + " | ".join(shown) + " |\n|" + " --- |" * (len(shown) + 1))
     for t, word in enumerate(words):
         word = word.replace("\n", "\\n").replace(" ", "_").replace("<|endoftext|>", "EOS")
         cells = [f"`{word}`"]
-        for name, values in numbers.items():
-            text = f"{values[t]:z.4f}" if name == "reward" else f"{values[t]:z.2f}"
+        for name, values in shown.items():
+            text = f"{values[t]:z.2f}"
             clipped = values[t] > 1.2 if numbers["whitened"][t] > 0 else values[t] < 0.8
             cells.append(f"**{text}**" if "ratio" in name and clipped else text.replace("-", "\N{MINUS SIGN}"))
         print(f"| {' | '.join(cells)} |")
