@@ -277,6 +277,7 @@ def wall_steps():
     draw_seeds(axes, "variants/ppo-epochs4-ratio", "eval/score_sampled", "ratio only", **BLUE)
     draw_seeds(axes, "variants/ppo-epochs4", "eval/score_sampled", "ratio and clip", **BLACK)
     axes.set(xlabel="iteration", ylabel="sampled test score", title="sixteen steps per batch")
+    axes.yaxis.set_major_formatter("{x:.0%}")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, "wall_steps")
 
@@ -292,6 +293,7 @@ def hacking():
         draw_seeds(axes, "stories/ppo-kl-0.03", metric, "0.03 a nat", **BLACK)
         axes.set(title=title, xlabel="iteration")
     panels[0].legend()
+    panels[2].yaxis.set_major_formatter("{x:.0%}")
     save(figure, "hacking")
 
 
@@ -301,6 +303,7 @@ def group():
     draw_seeds(axes, "ppo", "eval/score_sampled", "PPO, a critic", color="black")
     draw_seeds(axes, "grpo", "eval/score_sampled", "GRPO, groups of 8", **BLUE)
     axes.set(xlabel="iteration (256 responses)", ylabel="sampled test score", ylim=(0, 1.03))
+    axes.yaxis.set_major_formatter("{x:.0%}")
     axes.legend(loc="lower right")
     save(figure, "group")
 
