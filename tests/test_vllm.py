@@ -1,4 +1,4 @@
-"""The variant `vllm` with the real engine, on CPUs, in an environment of its own (notes/run/speed.md says how to make one):
+"""The variant `vllm` with the real engine, on CPUs, in its own environment (notes/run/speed.md says how to make one):
 
 pytest tests/test_vllm.py -n 0
 """
