@@ -18,7 +18,7 @@ We guess that all of it takes 25 on one card, and each part less than ten.
                 float16: how far apart sampler and training pass are
     two         needs two GPUs: the scripts again (ppo_llm-two ...), and agreement of one process and two
 
-If a step fails, the others still run, and the exit status is 1. vLLM needs an environment of its own (notes/guide.md):
+If a step fails, the others still run, and the exit status is 1. vLLM needs its own environment (notes/run/speed.md):
 call this with `--steps vllm` there. Install flash attention for `paged`, which is much slower without: pip install
 kernels, and set HF_HUB_OFFLINE=0 the first time, because it downloads one.
 

@@ -29,6 +29,7 @@ except ImportError:
 SCRIPTS = {"ppo_llm": "PPO", "grpo_llm": "GRPO and its family", "ppo_llm_fsdp": "PPO, sharded"}
 TINY = NOTES / "tiny_ppo.py"  # has a page like a script's, after chapter 1
 WEB, WALK = NOTES / "web", NOTES / "walk.md"
+RUN = [NOTES / f"run/{x}.md" for x in ("start", "launch", "models", "data", "speed", "watch", "after", "flags")]
 VARIANTS = sorted({path.stem for path in variants.FOLDER.iterdir() if path.suffix in (".patch", ".py")})
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"  # at the head of a page
 SHOWN = ".png", ".svg", ".jpg", ".html"  # by a browser; other files become .txt
@@ -110,7 +111,7 @@ def chapters():
     """Paths of the pages under the tab Learn, in their order."""
     first, second, *others = sorted(NOTES.glob("[0-9]*.md"))
     start = NOTES / "README.md", first, TINY, WALK, second, WEB / "sliders.md"
-    return [*start, *others, NOTES / "guide.md", NOTES / "real-run.md", NOTES / "stuck.md"]
+    return [*start, *others, *RUN, NOTES / "stuck.md"]
 
 
 def on_config(config):

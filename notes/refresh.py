@@ -4,7 +4,8 @@
 
 It writes the two diffs and the excerpts of walk.md: below `<!-- code: START -->` the loop of ppo_llm.py from the line
 that begins so to the next such mark, below `<!-- function: NAME -->` a function of it, below `<!-- hunk NAME: KEY -->`
-the hunk of a diff in which KEY is; for * all that no mark names.
+the hunk of a diff in which KEY is; for * all that no mark names. Below `<!-- flags: PART -->` of run/flags.md come the
+flags of this part of the scripts' Args.
 """
 
 import ast
@@ -97,11 +98,44 @@ def with_excerpts(text):
     return re.sub(r"(?s)<!-- hunk (\w+): ([^\n]*) -->\n(```diff\n.*?\n```\n)?", hunk, text)
 
 
+def with_flags(text):
+    """run/flags.md with its tables of the scripts' flags, from the lines of Args and the comments in them."""
+    parts, scripts = {}, {"ppo_llm": "PPO", "grpo_llm": "GRPO", "ppo_llm_fsdp": "sharded"}
+    for script, short in scripts.items():
+        source = (ROOT / f"{script}.py").read_text()
+        choices = dict(re.findall(r"(?m)^(\w+) = (Literal\[.*\])", source))
+        embedded = dict(re.findall(r'(?m)^    "(\w+)": (.*),$', source.replace('f"{TINY}/', '"embedded ')))
+        for part in re.split(r"\n    # ", re.search(r"(?s)class Args:\n(.*?)\n\n\n", source)[1])[1:]:
+            title, *lines = part.strip().splitlines()
+            for line in lines:
+                name, kind, default, says = re.fullmatch(r"    (\w+): (.*?)(?: = (.*?))?  # (.*)", line).groups()
+                default = {"None": "unset", "False": "off"}.get(default, (default or "required").strip('"'))
+                if name in embedded:
+                    default += f" ({embedded[name]})".replace('"', "").replace("()", '("")')
+                if values := re.findall('"(.*?)"', choices.get(kind, kind)):
+                    says += f" ({', '.join(values)})"
+                parts.setdefault(title, {}).setdefault(name, [says]).append((short, default))
+
+    def table(match):
+        rows = "| flag | default | what it does | scripts |\n|---|---|---|---|\n"
+        for name, (says, *found) in parts.pop(match[1]).items():
+            defaults = {default: short for short, default in reversed(found)}
+            shown = "; ".join(f"{short} {x}" if len(defaults) > 1 else x for x, short in defaults.items())
+            of = "all" if len(found) == 3 else found[0][0]
+            rows += f"| `--{name.replace('_', '-')}` | {shown} | {TAG.sub('', '# ' + says).strip('# ')} | {of} |\n"
+        return f"<!-- flags: {match[1]} -->\n\n{rows}"
+
+    text = re.sub(r"<!-- flags: (.*) -->\n(?:\n(?:\|.*\n)+)?", table, text)
+    if parts:
+        raise SystemExit(f"run/flags.md has no mark for {', '.join(parts)}")
+    return text
+
+
 def contents():
     """{path: what it should hold} of everything that this script writes."""
     result = {NOTES / f"{name}.diff": diff(*scripts) for name, scripts in DIFFS.items()}
-    walk = NOTES / "walk.md"
-    return result | {walk: with_excerpts(walk.read_text())}
+    walk, flags = NOTES / "walk.md", NOTES / "run" / "flags.md"
+    return result | {walk: with_excerpts(walk.read_text()), flags: with_flags(flags.read_text())}
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def test_bfloat16_autocast_returns_float32(algo, model, critic):
 @of_critics
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_trained_critic_is_what_is_saved(algo, folder, tmp_path, lora_rank):
-    """With LoRA the head is trained whole; the folder reloads as the guide says, without the script."""
+    """With LoRA the head is trained whole; the folder reloads as run/after.md says, without the script."""
     critic, (tokens, mask) = load_critic(algo, folder, lora_rank), make_batch(algo)
     assert not critic(tokens, mask).any()  # a new head is zero
     start = {name: p.clone() for name, p in critic.model.named_parameters()}

@@ -16,8 +16,8 @@ from test_project import check_flags
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 NOTES = sorted((ROOT / "notes").glob("[0-9]*.md"))
-GUIDE = ROOT / "notes" / "guide.md"
-PAGES = [*(ROOT / "notes").glob("*.md"), *ROOT.glob("[A-Z]*.md"), ROOT / "benchmarks" / "README.md"]
+RUN = sorted((ROOT / "notes" / "run").glob("*.md"))
+PAGES = [*RUN, *(ROOT / "notes").glob("*.md"), *ROOT.glob("[A-Z]*.md"), ROOT / "benchmarks" / "README.md"]
 PAGES += (ROOT / "notes" / "web").glob("*.md")
 each_page = pytest.mark.parametrize("path", sorted(PAGES), ids=lambda path: path.relative_to(ROOT).as_posix())
 
@@ -76,11 +76,11 @@ def test_formulas_survive_github(path):
 
 
 def test_flags_of_the_scripts_and_their_metrics_are_those_the_notes_name():
-    """In chapters and guide, wherever a flag is an argument of a script in code, and in chapter 9 every metric."""
+    """In chapters and run/, wherever a flag is an argument of a script in code, and in chapter 9 every metric."""
     patches = "".join(path.read_text() for path in (ROOT / "notes" / "variants").glob("*.patch"))
     flags = {field.name for name in SCRIPTS for field in fields(load_script(ROOT / f"{name}.py").Args)}
     flags |= set(re.findall(r"(?m)^\+    (\w+): ", patches))
-    for path in [*NOTES, GUIDE]:
+    for path in [*NOTES, *RUN]:
         for command in re.findall(r"`\w+_llm\w*\.py ([^`]*)`", prose(path)):
             for flag in re.findall(r"--(?:no-)?([a-z][\w-]*)", command):
                 assert flag.replace("-", "_") in flags, f"{path.name}: {command}"
@@ -92,9 +92,9 @@ def test_flags_of_the_scripts_and_their_metrics_are_those_the_notes_name():
 
 
 def test_commands_are_legal():
-    """Those of the path of a real run: test_real_run.py."""
+    """Runs with names, of variants as well: test_real_run.py."""
     found = 0
-    for path in [*NOTES, GUIDE, ROOT / "README.md"]:
+    for path in [*NOTES, *RUN, ROOT / "README.md"]:
         lines = "".join(re.findall(r"(?ms)^```bash\n(.*?)^```$", path.read_text())).replace("\\\n", " ")
         for command in re.split(r"\n|&&| [|#] ", lines.replace("my_grpo.py", "grpo_llm.py")):
             start = re.search(r"(accelerate launch|python) (?:.*_processes (\d+))?.*?\b(\w+_llm\w*)\.py(.*)", command)
@@ -109,13 +109,13 @@ def test_commands_are_legal():
 
 
 @each_script("grpo_llm")
-def test_the_guide_merges_an_adapter_without_loss(script, toy_flags, tmp_path, monkeypatch):
+def test_the_page_merges_an_adapter_without_loss(script, toy_flags, tmp_path, monkeypatch):
     """Its own lines, after a short run over a base in bfloat16, in whose steps most of the training would be lost."""
     base = make_model(tmp_path / "model")
     AutoModelForCausalLM.from_pretrained(base).bfloat16().save_pretrained(base)
     flags = toy_flags | {"model": base, "lora_rank": 8, "lr": 1e-4, "total_iterations": 1}
     run_main(load_script(script), flags | {"output_dir": str(tmp_path / "runs"), "run_name": "lora"})
-    blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", GUIDE.read_text())
+    blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", (ROOT / "notes" / "run" / "after.md").read_text())
     (lines,) = (part for part in blocks if "merge_and_unload" in part)
     monkeypatch.chdir(tmp_path)
     exec(lines, {})

@@ -1,4 +1,4 @@
-"""The path of a real run (notes/real-run.md): its commands are legal, its memory is computed, and the main one runs."""
+"""The pages of notes/run/: their named runs are legal, their memory is computed, and the main one runs."""
 
 import re
 import shlex
@@ -12,11 +12,11 @@ from conftest import ROOT, read_metrics
 from ranks import load_script, run_script
 from test_project import check_flags
 
-PAGE = (ROOT / "notes" / "real-run.md").read_text()
+PAGE = "\n".join(path.read_text() for path in sorted((ROOT / "notes" / "run").glob("*.md")))
 # The sizes of a run here, in place of the page's: of a flag that comes twice the last one counts.
 SMALL = "--batch-size 4 --group-size 4 --minibatch-size 8 --rollout-batch-size 8 --max-prompt-length 400 --track none"
 SMALL += " --max-response-length 6 --total-iterations 2 --eval-every 1 --eval-rows 3 --save-every 1"
-# All lines of the page's shell blocks, continued ones in one.
+# All lines of the pages' shell blocks, continued ones in one.
 COMMANDS = "".join(re.findall(r"(?ms)^```bash\n(.*?)^```$", PAGE)).replace("\\\n", " ").splitlines()
 COMMANDS = [" ".join(line.split()) for line in COMMANDS]
 # {name of a run: (script, processes, words)}
@@ -32,7 +32,7 @@ def clone(tmp_path_factory):
         (folder / name).symlink_to(ROOT / name)
     for line in COMMANDS:
         if line.startswith(("git merge-file", "python notes/variants.py")):
-            line = line.replace("python ", f"{sys.executable} ", 1)
+            line = line.partition(" && ")[0].replace("python ", f"{sys.executable} ", 1)
             subprocess.run(line, shell=True, cwd=folder, check=True, capture_output=True)
     return folder
 
@@ -48,15 +48,15 @@ def forecast(script, processes, args):
 
 def test_commands_of_the_page_are_legal_and_fit_the_card_it_names(clone):
     """vLLM brings its weights and its cache, so of its lines we only parse the flags; an empty module stands in."""
-    assert len(RUNS) == 7
+    rows = {m[1]: m for m in re.finditer(r"\| `([\w.-]+)` \| (?:one|two) of (\d+) GB \| (\S+) GB \|", PAGE)}
+    assert len(RUNS) == 9 and len(rows) == 5
     for name, (script, processes, words) in RUNS.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=None, SamplingParams=None, TokensPrompt=None))
             args = check_flags(load_script(clone / f"{script}.py"), shlex.join(words), processes)
-        row = re.search(rf"\| `{name}` \| (?:one|two) of (\d+) GB \| (\S+) GB \|", " ".join(PAGE.split()))
-        if row and "vllm" not in script:
+        if name in rows and "vllm" not in script:
             size = forecast(script, processes, args)["peak"] / 1e9
-            assert f"{size:.1f}" == row[2] and size <= 0.9 * float(row[1]), name
+            assert f"{size:.1f}" == rows[name][3] and size <= 0.9 * float(rows[name][2]), name
 
 
 def test_the_memory_that_the_readme_forecasts_is_computed():
@@ -80,5 +80,5 @@ def test_the_main_command_runs(clone, tiny_model, toy_data):
     code, console = run_script(clone / f"{script}.py", words, processes, clone)
     metrics = read_metrics(clone / "runs" / "gsm8k")
     assert code == 0 and [line["step"] for line in metrics] == [0, 1, 2], console
-    shown = set(re.findall(r"`([a-z]+/\w+)`", PAGE))
-    assert shown <= {*metrics[-1], "rollout/ess", "rollout/weight_mean"}
+    shown = set(re.findall(r"`((?:actor|eval|group|kl|memory|response|reward|rollout|time)/\w+)`", PAGE))
+    assert len(shown) >= 10 and shown <= {*metrics[-1], "rollout/ess", "rollout/weight_mean"}

@@ -1,4 +1,4 @@
-"""The variant `vllm` with the real engine, on CPUs, in an environment of its own (the guide says how to make one):
+"""The variant `vllm` with the real engine, on CPUs, in its own environment (notes/run/speed.md says how to make one):
 
 pytest tests/test_vllm.py -n 0
 """
@@ -21,7 +21,7 @@ def test_without_vllm_one_sentence_says_what_to_install(tmp_path):
     assert code != 0 and re.fullmatch(r"No module named vllm: .* pip install vllm .*\n", console), console
 
 
-@pytest.mark.skipif("vllm" not in packages_distributions(), reason="vLLM is not installed: the guide's environment")
+@pytest.mark.skipif("vllm" not in packages_distributions(), reason="vLLM is not installed: see notes/run/speed.md")
 def test_the_engine_samples_with_the_weights_of_the_moment(tmp_path):
     """Log-probs agree after a large step, and greedy answers are those of `generate`."""
     (tmp_path / "vllm_llm.py").write_text(variants.patched("vllm"))
