@@ -8,13 +8,6 @@ from style import plt, save
 from ppo_llm import kl_penalty
 
 
-def estimate(logprobs, ref_logprobs, kind):
-    """kl_penalty, and the kind `abs`, which the variant kl_gradient has."""
-    if kind == "abs":
-        return (logprobs - ref_logprobs).abs()
-    return kl_penalty(logprobs, ref_logprobs, kind)
-
-
 def kl_estimators(draws=1_000_000):
     """Bias and standard deviation of one token's estimate, in units of the KL; d is normal, which fixes all of them.
 
@@ -30,19 +23,18 @@ def kl_estimators(draws=1_000_000):
         "k3": (torch.exp(s**2) - 1 - s**2).sqrt() / fine,
     }
     exact_bias = {"k1": 0 * fine, "k2": fine / 2, "k3": 0 * fine}
-    looks = {"k1": ("C0", "-", "o"), "k2": ("C1", "--", "s"), "k3": ("C2", "-.", "^"), "abs": ("C3", ":", "x")}
+    looks = {"k1": ("C0", "-", "o"), "k2": ("C1", "--", "s"), "k3": ("C2", "-.", "^")}
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
     for kind, (color, line, marker) in looks.items():
         biases, stds = [], []
         for kl in points:
-            found = estimate(kl + math.sqrt(2 * kl) * noise, torch.zeros(1, dtype=torch.float64), kind)
+            found = kl_penalty(kl + math.sqrt(2 * kl) * noise, torch.zeros(1, dtype=torch.float64), kind)
             biases.append(found.mean().item() / kl - 1)
             stds.append(found.std().item() / kl)
         left.plot(points, biases, color=color, linestyle="none", marker=marker, label=kind)
         right.plot(points, stds, color=color, linestyle="none", marker=marker, label=kind)
-        if kind in exact_std:
-            left.plot(fine, exact_bias[kind], color=color, linestyle=line, linewidth=1)
-            right.plot(fine, exact_std[kind], color=color, linestyle=line, linewidth=1)
+        left.plot(fine, exact_bias[kind], color=color, linestyle=line, linewidth=1)
+        right.plot(fine, exact_std[kind], color=color, linestyle=line, linewidth=1)
     left.set(xscale="log", ylim=(-1.1, 2.4), xlabel="true KL per token (nats)", ylabel="(mean - KL) / KL", title="bias")
     right.set(xscale="log", yscale="log", ylim=(0.4, 60), xlabel="true KL per token (nats)", ylabel="std / KL")
     right.set_title("standard deviation of one token's estimate")
