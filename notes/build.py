@@ -109,7 +109,7 @@ def variant_page(name):
 def chapters():
     """Paths of the pages under the tab Learn, in their order."""
     first, second, *others = sorted(NOTES.glob("[0-9]*.md"))
-    start = NOTES / "README.md", first, TINY, WALK, second, WEB / "sliders.md"
+    start = NOTES / "README.md", WEB / "minutes.md", first, TINY, WALK, second
     return [*start, *others, NOTES / "guide.md", NOTES / "real-run.md", NOTES / "stuck.md"]
 
 
@@ -117,7 +117,7 @@ def on_config(config):
     """mkdocs calls this and the functions below, in their order."""
     learn = [{re.search("(?m)^# (.*)", x.read_text())[1].replace("`", ""): x.name} for x in chapters() if x != TINY]
     learn[0] = {"The notes": "notes.md"}
-    learn.insert(2, {"The core alone: tiny_ppo.py": "tiny_ppo.md"})
+    learn.insert(3, {"The core alone: tiny_ppo.py": "tiny_ppo.md"})
     config.nav = [
         {"Home": "index.md"},
         {"Learn": learn},
@@ -156,7 +156,7 @@ def on_files(files, config):
         copies[path] = f"files/{place}" + ".txt" * (path.suffix not in SHOWN)
         return f"]({copies[path]}"
 
-    for file in [file for file in files if file.src_uri in ("home.md", "sliders.md")]:
+    for file in [file for file in files if file.src_uri in ("home.md", "minutes.md")]:
         files.remove(file)
     waiting, done = list(pages), set()
     for path in waiting:
@@ -191,6 +191,8 @@ def on_page_content(content, **_):
 
     content = re.sub(r'(?s)<(div|span) class="arithmatex">(.*?)</\1>', formula, content)
     content = re.sub(r"<td><code>(\w+)</code>", variant, content)
+    content, found = re.subn(r"<!-- sliders: (\w+) -->", r'<div class="try" data-view="\1"></div>', content)
+    content += '<script src="response.js"></script><script src="sliders.js"></script>' * bool(found)
     return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', TAG.sub(tag, content))
 
 
