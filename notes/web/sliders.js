@@ -150,7 +150,7 @@ function startPage() {
         const place = cell.querySelector("span") ?? cell
         place.textContent = stopped ? "stopped" : shownNumber(x, name === "reward" ? 4 : 2)
         cell.dataset.exact = x
-        if (part > 0) {
+        if (part >= 0) {  // a bar
           cell.style.setProperty("--from", `${above > 0 ? 50 : 50 - 50 * part}%`)
           cell.style.setProperty("--to", `${above > 0 ? 50 + 50 * part : 50}%`)
           cell.style.setProperty("--bar", above > 0 ? "#3d85d9" : "#e08a2c")
