@@ -174,11 +174,6 @@ def traced():
     return columns, mask, scores, rows, groups, tokens, tokenizer
 
 
-def digits(numbers, mask):
-    """The numbers of a row's actions, with seven digits."""
-    return [float(f"{x:.7g}") for x in numbers[mask].tolist()]
-
-
 def token_table(row=5):
     """The table of 1.10, and the numbers of the sliders. A ratio is bold where the clip takes the token's gradient."""
     everything, mask, scores, prompts, groups, tokens, tokenizer = traced()
@@ -196,18 +191,21 @@ def token_table(row=5):
             clipped = values[t] > 1.2 if numbers["whitened"][t] > 0 else values[t] < 0.8
             cells.append(f"**{text}**" if "ratio" in name and clipped else text.replace("-", "\N{MINUS SIGN}"))
         print(f"| {' | '.join(cells)} |")
-    logprobs, ref_logprobs = everything["log-prob"], everything["reference"]
-    batch, shown = [], []
-    for i, score in enumerate(scores.tolist()):
-        batch.append({"score": score, "kl": digits((logprobs - ref_logprobs)[i], mask[i])})
-        batch[i]["values"] = digits(everything["$V$"][i], mask[i])
+    everything["kl"] = everything["log-prob"] - everything["reference"]
+
+    def of(row, *names):  # with seven digits
+        return [[float(f"{x:.7g}") for x in everything[name][row, mask[row]].tolist()] for name in names]
+
+    batch = [
+        dict(zip(("kl", "values"), of(i, "kl", "$V$"))) | {"score": score} for i, score in enumerate(scores.tolist())
+    ]
+    shown = []
     for i, name in SHOWN.items():
-        ratios = [digits(x[i], mask[i]) for column, x in everything.items() if "ratio" in column]
-        shown.append({"row": i, "name": name, "question": prompts[i]["question"], "ratios": ratios})
-        shown[-1]["words"] = [tokenizer.decode([token]) for token in tokens[i].roll(-1)[mask[i]]]
-        shown[-1] |= {"logprobs": digits(logprobs[i], mask[i]), "refs": digits(ref_logprobs[i], mask[i])}
-        shown[-1]["group"] = [*zip(*groups[i])]
-    text = ",\n".join([json.dumps({"shown": shown})[:-1], f' "batch": {json.dumps(batch)}}}']).replace("}, {", "},\n{")
+        logprobs, refs, *ratios = of(i, "log-prob", "reference", *(name for name in everything if "ratio" in name))
+        shown.append({"row": i, "name": name, "question": prompts[i]["question"], "group": [*zip(*groups[i])]})
+        words = [tokenizer.decode([token]) for token in tokens[i].roll(-1)[mask[i]]]
+        shown[-1] |= {"words": words, "logprobs": logprobs, "refs": refs, "ratios": ratios}
+    text = json.dumps({"shown": shown, "batch": batch}).replace("}, {", "},\n{").replace('"batch"', '\n"batch"')
     (ROOT / "notes" / "web" / "response.js").write_text(f"const response = {text}\n")
 
 

@@ -177,7 +177,7 @@ function startPage() {
         <text x="12" y="58">loss 0</text>
         <polyline points="${line(9, 9)}" class="without"/>
         <polyline points="${line(at.low, at.high)}" class="with"/>
-        <circle cx="${x(at.ratio)}" cy="${y(loss)}" r="4" class="${clipped ? "flat-dot" : "dot"}"/></svg>
+        <circle cx="${x(at.ratio)}" cy="${y(loss)}" r="4" class="dot ${clipped ? "clipped" : ""}"/></svg>
         <figcaption><b>${title}</b><br>loss ${shownNumber(loss, 2)}, ${said}</figcaption></figure>`
     }).join("") + "<p>Dashed: the loss without the clip. Grey: no gradient.</p>"
   }
