@@ -225,7 +225,9 @@ function startPage() {
       const names = columns.split(" "), box = element(place, "div", {className: "numbers"})
       const table = element(box, "table", {className: "tokens"}), titles = element(element(table, "thead"), "tr")
       const body = element(table, "tbody")
-      for (const title of ["token", ...names.map(name => COLUMNS[name][0])]) element(titles, "th", {textContent: title})
+      for (const textContent of ["token", ...names.map(name => COLUMNS[name][0])]) {
+        element(titles, "th", {scope: "col", textContent})
+      }
       listeners.push(numbers => fillTable(body, names, moves, numbers))
     }
   }
