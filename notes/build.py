@@ -8,7 +8,9 @@ a hook: `mkdocs build` and `mkdocs serve` work, too. What is no Python is in not
 
 import argparse
 import ast
+import base64
 import html
+import json
 import logging
 import re
 import sys
@@ -29,6 +31,7 @@ except ImportError:
 SCRIPTS = {"ppo_llm": "PPO", "grpo_llm": "GRPO and its family", "ppo_llm_fsdp": "PPO, sharded"}
 TINY = NOTES / "tiny_ppo.py"  # has a page like a script's, after chapter 1
 WEB, WALK, DIFFERENCES = NOTES / "web", NOTES / "walk.md", NOTES / "differences.md"
+NOTEBOOK = NOTES / "one_iteration.ipynb"
 RUN = [NOTES / f"run/{x}.md" for x in ("start", "launch", "models", "data", "speed", "watch", "after", "flags")]
 VARIANTS = sorted({path.stem for path in variants.FOLDER.iterdir() if path.suffix in (".patch", ".py")})
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"  # at the head of a page
@@ -104,13 +107,28 @@ def variant_page(name):
     return page
 
 
+def notebook_page(pictures):
+    """A notebook as a page. Its pictures are added to {name of the file: bytes}."""
+    page = ""
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        source = "".join(cell["source"])
+        page += source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+        for output in cell.get("outputs", []):
+            name = f"{NOTEBOOK.stem}-{len(pictures) + 1}.png"
+            if "data" in output:
+                pictures[name] = base64.b64decode(output["data"]["image/png"])
+            page += f"\n\n![output]({name})" if "data" in output else f"\n```\n{''.join(output['text'])}\n```"
+        page += "\n\n"
+    return page
+
+
 # --- The site --------------------------------------------------------------------------------------------------------
 
 
 def chapters():
     """Paths of the pages under the tab Learn, in their order."""
     first, second, *others = sorted(NOTES.glob("[0-9]*.md"))
-    start = NOTES / "README.md", first, TINY, WALK, second, WEB / "sliders.md"
+    start = NOTES / "README.md", NOTES / "minutes.md", first, TINY, WALK, second
     return [*start, *others, *RUN, NOTES / "stuck.md"]
 
 
@@ -118,7 +136,8 @@ def on_config(config):
     """mkdocs calls this and the functions below, in their order."""
     learn = [{re.search("(?m)^# (.*)", x.read_text())[1].replace("`", ""): x.name} for x in chapters() if x != TINY]
     learn[0] = {"The notes": "notes.md"}
-    learn.insert(2, {"The core alone: tiny_ppo.py": "tiny_ppo.md"})
+    learn.insert(3, {"The core alone: tiny_ppo.py": "tiny_ppo.md"})
+    learn.insert(4, {"One iteration, tensor by tensor": "one_iteration.md"})
     config.nav = [
         {"Home": "index.md"},
         {"Learn": learn},
@@ -134,7 +153,8 @@ def on_files(files, config):
     alone = "---\nhide: [navigation]\n---\n\n"  # under its tab
     pages = {WEB / "home.md": ("index.md", alone), ROOT / "README.md": ("project.md", alone)}
     pages |= {path: (f"{path.stem}.md", "") for path in chapters()} | {NOTES / "README.md": ("notes.md", "")}
-    texts = {TINY: script_page(TINY, "The core alone")}
+    pictures = {}
+    texts = {TINY: script_page(TINY, "The core alone"), NOTEBOOK: notebook_page(pictures)}
     texts |= {ROOT / f"{name}.py": script_page(ROOT / f"{name}.py", title) for name, title in SCRIPTS.items()}
     texts |= {NOTES / f"{name}.diff": difference_page(name) for name in DIFFS}
     pages |= {path: (f"{path.stem}.md", UNSEARCHED if path.suffix == ".diff" else "") for path in texts}
@@ -158,8 +178,7 @@ def on_files(files, config):
         copies[path] = f"files/{place}" + ".txt" * (path.suffix not in SHOWN)
         return f"]({copies[path]}"
 
-    for file in [file for file in files if file.src_uri in ("home.md", "sliders.md")]:
-        files.remove(file)
+    files.remove(files.get_file_from_path("home.md"))
     waiting, done = list(pages), set()
     for path in waiting:
         name, head = pages[path]
@@ -168,6 +187,8 @@ def on_files(files, config):
             text = LINK.sub(lambda match, base=base: link(base, match), texts.get(path) or path.read_text())
             files.append(File.generated(config, name, content=head + text))
             done.add(name)
+    for name, picture in pictures.items():
+        files.append(File.generated(config, name, content=picture))
     for path, name in copies.items():
         files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
@@ -193,6 +214,8 @@ def on_page_content(content, **_):
 
     content = re.sub(r'(?s)<(div|span) class="arithmatex">(.*?)</\1>', formula, content)
     content = re.sub(r"<td><code>(\w+)</code>", variant, content)
+    content, found = re.subn(r"<!-- sliders: (\w+) -->", r'<div class="try" data-view="\1"></div>', content)
+    content += '<script src="response.js"></script><script src="sliders.js"></script>' * bool(found)
     return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', TAG.sub(tag, content))
 
 

@@ -55,17 +55,121 @@ def test_a_script_is_whole_and_has_the_notes_of_its_tags(site, name):
     assert "<!-- notes" not in page and "1. Rollout" in page
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="no node")
-def test_the_sliders_compute_what_ppo_llm_does():
-    ppo_llm, web = load_script(ROOT / "ppo_llm.py"), ROOT / "notes" / "web"
+def computed(at, shift=0.0):
+    """iteration() of notes/web/sliders.js for these positions of the sliders, with other values, and response.js."""
+    web = ROOT / "notes" / "web"
     program = (web / "response.js").read_text() + (web / "sliders.js").read_text()
-    program += """
-        const {advantages, returns} = gae(response.rewards, response.values, 0.9, 0.5)
-        const losses = response.ratios[3].map((ratio, t) => policyLoss(ratio, advantages[t], 0.1).loss)
-        console.log(JSON.stringify([response, [advantages, returns, losses]]))"""
-    numbers, shown = json.loads(subprocess.run(["node", "-e", program], check=True, capture_output=True).stdout)
-    rewards, values, ratio = (torch.tensor([x]) for x in (numbers["rewards"], numbers["values"], numbers["ratios"][3]))
-    advantages, returns = ppo_llm.gae(rewards, values, torch.ones_like(rewards).bool(), 0.9, 0.5)
-    args = ppo_llm.Args(model="", clip_low=0.1, clip_high=0.1)
-    losses, _ = ppo_llm.policy_loss(ratio.log(), torch.zeros_like(ratio), advantages, None, args)
-    assert torch.allclose(torch.tensor(shown), torch.cat([advantages, returns, losses]), atol=1e-5)
+    program += f"""
+        const at = {{...DEFAULTS, ...{json.dumps(at)}}}
+        const values = response.batch[response.shown[at.which].row].values.map((x, t) => x + {shift} * (t % 3))
+        console.log(JSON.stringify([iteration(at, values), response]))"""
+    return json.loads(subprocess.run(["node", "-e", program], check=True, capture_output=True).stdout)
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node")
+@pytest.mark.parametrize(
+    "at",
+    [
+        {},
+        {"which": 1, "step": 16},  # the first token is stopped
+        {"which": 2, "step": 16, "price": 0.3, "gamma": 0.9, "lam": 0.5, "low": 0.05, "high": 0.1, "size": 3},
+        {"source": "group", "step": 9, "low": 0.1, "size": 5},
+        {"source": "group", "size": 2},  # a group without a difference
+    ],
+)
+def test_the_sliders_compute_what_the_scripts_do(at):
+    """Rewards with KL, deltas, advantages, returns, whitening, ratio, loss, its gradient, what is clipped, a group."""
+    ppo_llm, grpo_llm = load_script(ROOT / "ppo_llm.py"), load_script(ROOT / "grpo_llm.py")
+    (shown, response), defaults = computed(at, 0.1), {"lam": 0.95, "gamma": 1.0, "price": 0.001, "step": 4}
+    at = defaults | {"which": 0, "low": 0.2, "high": 0.2, "size": 8, "source": "critic"} | at
+    chosen, columns = (
+        response["shown"][at["which"]],
+        {name: torch.tensor(x, dtype=torch.float) for name, x in shown["columns"].items()},
+    )
+    batch, row = response["batch"], chosen["row"]
+    batch[row]["values"] = columns["value"].tolist()
+    torch.testing.assert_close(columns["kl"], columns["logprob"] - columns["ref"], rtol=0, atol=1e-6)
+    longest = max(len(x["kl"]) for x in batch)
+    pad = lambda name: torch.tensor([x[name] + [0.0] * (longest - len(x[name])) for x in batch]).float()  # noqa: E731
+    mask = torch.tensor([[t < len(x["kl"]) for t in range(longest)] for x in batch])
+    kl = ppo_llm.kl_penalty(pad("kl"), torch.zeros(mask.shape), "k1")
+    rewards = ppo_llm.place_scores(torch.tensor([x["score"] for x in batch]).float(), mask) - at["price"] * kl
+    deltas, _ = ppo_llm.gae(rewards, pad("values"), mask, at["gamma"], 0.0)
+    advantages, returns = ppo_llm.gae(rewards, pad("values"), mask, at["gamma"], at["lam"])
+    whitened = ppo_llm.masked_whiten(advantages, mask)
+    scores = torch.tensor([batch[row]["score"], *(score for _, score in chosen["group"])]).float()[: at["size"]]
+    group = grpo_llm.group_advantages(scores, at["size"], "grpo")
+    expected = {"reward": rewards, "delta": deltas, "advantage": advantages, "return": returns, "whitened": whitened}
+    expected = {name: x[row][mask[row]].float() for name, x in expected.items()}
+    expected["grouped"] = group[:1].expand_as(columns["kl"])
+    expected["used"] = expected["grouped" if at["source"] == "group" else "whitened"]
+    expected["ratio"] = torch.tensor(chosen["ratios"][at["step"] - 1]).float()
+    logprobs = expected["ratio"].log().requires_grad_()
+    args = ppo_llm.Args(model="", clip_low=at["low"], clip_high=at["high"])
+    losses, clipped = ppo_llm.policy_loss(logprobs, torch.zeros_like(logprobs), expected["used"], None, args)
+    expected |= {"loss": losses.detach(), "push": -torch.autograd.grad(losses.sum(), logprobs)[0]}
+    for name, numbers in expected.items():
+        torch.testing.assert_close(columns[name], numbers, rtol=0, atol=1e-5, msg=name)
+    torch.testing.assert_close(torch.tensor(shown["group"]).float(), group)
+    assert shown["clipped"] == clipped.tolist() and any(shown["clipped"]) == (at["size"] != 2)
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node")
+def test_the_page_quotes_what_its_sliders_show():
+    first, stop, end, page = 0, 9, 15, (ROOT / "notes" / "minutes.md").read_text()
+    start, _ = computed({})
+    late, high, low = (computed(at)[0] for at in ({"step": 16}, {"lam": 0.65}, {"lam": 0.64}))
+    right, monte_carlo, three = (computed(at)[0] for at in ({"which": 1, "step": 16}, {"lam": 1}, {"size": 3}))
+    columns = start["columns"]
+    quoted = {
+        "says 0.42:": columns["value"][first],
+        "delta=-0.43$": columns["delta"][end],
+        "from 0.59": columns["value"][stop],
+        "to 0.81.": columns["after"][stop],
+        "pay 0.51": sum(columns["kl"]),
+        "{-2.15}": columns["logprob"][stop],
+        "has $-0.42$": monte_carlo["columns"]["advantage"][first],
+        "at 0.76,": columns["ratio"][stop],
+        "to 0.40 by": late["columns"]["ratio"][stop],
+        "of 1.28,": late["columns"]["ratio"][first],
+        "gets $-0.72$": start["group"][0],
+        "($-0.22$": columns["whitened"][first],
+        "and $-1.49$": columns["whitened"][stop],
+    }
+    text = page.replace("\n", " ")
+    assert [words for words, x in quoted.items() if words not in text or f"{x:.2f}" not in words] == []
+    assert high["columns"]["advantage"][stop] < 0 < low["columns"]["advantage"][stop] and three["group"] == [0, 0, 0]
+    assert start["clipped"].index(True) == stop and not any(computed({"step": 3})[0]["clipped"])
+    assert right["clipped"][first] and not late["clipped"][first]
+    assert f"{right['columns']['ratio'][first]:.2f}" == "1.28" and sum(start["scores"][:8]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1024])
+def test_the_sliders_work_in_a_browser(site, width):
+    playwright, path = pytest.importorskip("playwright.sync_api"), shutil.which("chromium")
+    if not path:
+        pytest.skip("no Chromium on the path")
+    with playwright.sync_playwright() as running:
+        page, trouble = running.chromium.launch(executable_path=path).new_page(), []
+        page.set_viewport_size({"width": width, "height": 900})
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        page.on("console", lambda message: trouble.append(message.text))
+        for name, text in site[0].items():
+            if 'class="try"' in text and "sliders.js" in text:
+                page.goto((site[1] / name).as_uri())
+                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+                assert page.locator(".try:empty").count() == 0 < page.locator(".try").count()
+        page.goto((site[1] / "minutes.html").as_uri())
+        column = "[...document.querySelectorAll('[data-view=gae] td[data-name=%s]')].map(cell => cell.dataset.exact)"
+        page.locator("[data-view=gae] input[name=lam]").press("Home")  # lambda 0: just the deltas
+        assert page.evaluate(column % "advantage") == page.evaluate(column % "delta")
+        page.locator("[data-view=all] select[name=which]").select_option("1")
+        assert len(page.evaluate(column % "delta")) == 27
+        page.locator("[data-view=ratio] input[name=step]").press("End")
+        stopped = page.locator("[data-view=ratio] tr", has_text="stopped")
+        assert stopped.count() == 1 and "_First" in stopped.inner_text()
+        page.locator("[data-view=values] td input").first.press("End")
+        assert page.locator("[data-view=values] td[data-name=value] span").first.inner_text() == "1.00"
+        page.locator("[data-view=gae] button").click()
+        assert page.locator("[data-view=all] input[name=lam]").input_value() == "0.95" and trouble == []

@@ -123,10 +123,14 @@ def phases():
     save(figure, "phases")
 
 
+SHOWN = {5: "stops too early", 13: "right", 9: "a guess"}  # rows of the traced batch, for the sliders
+
+
 def traced():
     """Four iterations of PPO on 32 prompts each, by the script's functions: the last one's {column: (B,L)}, and more.
 
-    Four, so that the policy has left the reference and the critic forecasts something; each takes four steps.
+    Four, so that the policy has left the reference and the critic forecasts something. Each takes four steps, the last
+    one sixteen. Before these the policy answers the prompts of `SHOWN` fifteen more times: {row: (texts, scores)}.
     """
     folder = str(TINY / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -148,8 +152,13 @@ def traced():
             old, ref, values = policy(tokens, mask)[0], reference(tokens, mask)[0], critic(tokens, mask)
         rewards = place_scores(scores, mask) - 0.001 * kl_penalty(old, ref, "k1")
         advantages, returns = gae(rewards, values, mask, gamma=1.0, lam=0.95)
-        whitened, ratios = masked_whiten(advantages, mask), []
-        for _ in range(4):
+        whitened, ratios, groups = masked_whiten(advantages, mask), [], {}
+        for i in SHOWN if iteration == 4 else ():
+            noise = torch.rand(15, 40, generator=random_stream("group", i), dtype=torch.float64)
+            others = generate(policy.model, [rows[i]["input_ids"]] * 15, noise, eos_ids, 1.0)
+            texts = tokenizer.batch_decode([other.ids for other in others], skip_special_tokens=True)
+            groups[i] = texts, gsm8k(texts, [rows[i]["answer"]] * 15)
+        for _ in range(16 if iteration == 4 else 4):
             actor_losses, _ = policy_loss(policy(tokens, mask)[0], old, whitened, mask, args)
             critic_losses = value_loss(critic(tokens, mask), returns)
             for model, step, losses in (policy, actor_step, actor_losses), (critic, critic_step, critic_losses):
@@ -161,12 +170,14 @@ def traced():
     deltas, _ = gae(rewards, values, mask, gamma=1.0, lam=0.0)
     columns = {"log-prob": old, "reference": ref, "reward": rewards, "$V$": values, r"$\delta$": deltas}
     columns |= {"$A$": advantages, "whitened": whitened}
-    return columns | {f"ratio after step {k}": x for k, x in enumerate(ratios, 1)}, mask, tokens, tokenizer
+    columns |= {f"ratio after step {k}": x for k, x in enumerate(ratios, 1)}
+    return columns, mask, scores, rows, groups, tokens, tokenizer
 
 
 def token_table(row=5):
-    """The table of 1.10. A ratio is bold where the clip takes the token's gradient."""
-    columns, mask, tokens, tokenizer = traced()
+    """The table of 1.10, and the numbers of the sliders. A ratio is bold where the clip takes the token's gradient."""
+    everything, mask, scores, prompts, groups, tokens, tokenizer = traced()
+    columns = dict([*everything.items()][:11])  # four of the steps
     states = mask[row].nonzero().flatten().tolist()
     words = [tokenizer.decode([tokens[row, i + 1]]) for i in states]
     numbers = {name: [round(x, 4) for x in values[row, states].tolist()] for name, values in columns.items()}
@@ -182,8 +193,21 @@ def token_table(row=5):
             clipped = values[t] > 1.2 if numbers["whitened"][t] > 0 else values[t] < 0.8
             cells.append(f"**{text}**" if "ratio" in name and clipped else text.replace("-", "\N{MINUS SIGN}"))
         print(f"| {' | '.join(cells)} |")
-    response = {"words": words, "rewards": numbers["reward"], "values": numbers["$V$"], "ratios": ratios}
-    text = json.dumps(response).replace('], "', '],\n "')
+    everything["kl"] = everything["log-prob"] - everything["reference"]
+
+    def of(row, *names):  # with seven digits
+        return [[float(f"{x:.7g}") for x in everything[name][row, mask[row]].tolist()] for name in names]
+
+    batch = [
+        dict(zip(("kl", "values"), of(i, "kl", "$V$"))) | {"score": score} for i, score in enumerate(scores.tolist())
+    ]
+    shown = []
+    for i, name in SHOWN.items():
+        logprobs, refs, *ratios = of(i, "log-prob", "reference", *(name for name in everything if "ratio" in name))
+        shown.append({"row": i, "name": name, "question": prompts[i]["question"], "group": [*zip(*groups[i])]})
+        words = [tokenizer.decode([token]) for token in tokens[i].roll(-1)[mask[i]]]
+        shown[-1] |= {"words": words, "logprobs": logprobs, "refs": refs, "ratios": ratios}
+    text = json.dumps({"shown": shown, "batch": batch}).replace("}, {", "},\n{").replace('"batch"', '\n"batch"')
     (ROOT / "notes" / "web" / "response.js").write_text(f"const response = {text}\n")
 
 
