@@ -28,7 +28,7 @@ except ImportError:
 
 SCRIPTS = {"ppo_llm": "PPO", "grpo_llm": "GRPO and its family", "ppo_llm_fsdp": "PPO, sharded"}
 TINY = NOTES / "tiny_ppo.py"  # has a page like a script's, after chapter 1
-WEB, WALK = NOTES / "web", NOTES / "walk.md"
+WEB, WALK, DIFFERENCES = NOTES / "web", NOTES / "walk.md", NOTES / "differences.md"
 VARIANTS = sorted({path.stem for path in variants.FOLDER.iterdir() if path.suffix in (".patch", ".py")})
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"  # at the head of a page
 SHOWN = ".png", ".svg", ".jpg", ".html"  # by a browser; other files become .txt
@@ -78,9 +78,9 @@ def script_page(path, title):
 
 
 def difference_page(name):
-    """The walk's section about a difference between two scripts."""
+    """The section of differences.md about two scripts."""
     old, new = DIFFS[name]
-    text = re.search(rf"(?ms)^## What `{new}.py` does differently\n(.*?)(?=^## |\Z)", WALK.read_text())[1]
+    text = re.search(rf"(?ms)^## What `{new}.py` does differently\n(.*?)(?=^## |\Z)", DIFFERENCES.read_text())[1]
     return f"# {SCRIPTS[old]} → {SCRIPTS[new]}\n\n`{old}.py` → `{new}.py`:\n{text}"
 
 
@@ -137,6 +137,7 @@ def on_files(files, config):
     texts |= {ROOT / f"{name}.py": script_page(ROOT / f"{name}.py", title) for name, title in SCRIPTS.items()}
     texts |= {NOTES / f"{name}.diff": difference_page(name) for name in DIFFS}
     pages |= {path: (f"{path.stem}.md", UNSEARCHED if path.suffix == ".diff" else "") for path in texts}
+    pages[DIFFERENCES] = f"{next(iter(DIFFS))}.md", UNSEARCHED  # two pages here: links lead to the first
     for path in variants.FOLDER.iterdir():
         if path.stem in VARIANTS:
             pages[path] = f"variant-{path.stem}.md", ""

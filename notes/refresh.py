@@ -2,9 +2,9 @@
 
     python notes/refresh.py             (with --check it changes nothing, and fails where it would)
 
-It writes the two diffs and the excerpts of walk.md: below `<!-- code: START -->` the loop of ppo_llm.py from the line
-that begins so to the next such mark, below `<!-- function: NAME -->` a function of it, below `<!-- hunk NAME: KEY -->`
-the hunk of a diff in which KEY is; for * all that no mark names.
+It writes the two diffs and the excerpts of walk.md and differences.md: below `<!-- code: START -->` the loop of
+ppo_llm.py from the line that begins so to the next such mark, below `<!-- function: NAME -->` a function of it, below
+`<!-- hunk NAME: KEY -->` the hunk of a diff in which KEY is; for * all that no mark names.
 """
 
 import ast
@@ -66,7 +66,7 @@ def hunks(name):
 
 
 def with_excerpts(text):
-    """walk.md with its excerpts. Marks of the code come in its order, and the first is the loop's first line."""
+    """A page with its excerpts. Marks of the code come in its order, and the first is the loop's first line."""
     lines, starts = loop_lines(), [0]
     for mark in re.findall(r"<!-- code: (.*) -->", text):
         found = (i for i in range(starts[-1], len(lines)) if lines[i].strip().startswith(mark))
@@ -86,7 +86,7 @@ def with_excerpts(text):
         if match[2] == "*":
             own = [x for x in hunks(match[1]) if not any(key in x for key in named[match[1]] if key != "*")]
         elif len(own) != 1:
-            raise SystemExit(f"walk.md: {len(own)} hunks of {match[1]} have {match[2]!r}")
+            raise SystemExit(f"differences.md: {len(own)} hunks of {match[1]} have {match[2]!r}")
         return f"<!-- hunk {match[1]}: {match[2]} -->\n```diff\n{''.join(own)}```\n"
 
     def function(match):
@@ -100,8 +100,7 @@ def with_excerpts(text):
 def contents():
     """{path: what it should hold} of everything that this script writes."""
     result = {NOTES / f"{name}.diff": diff(*scripts) for name, scripts in DIFFS.items()}
-    walk = NOTES / "walk.md"
-    return result | {walk: with_excerpts(walk.read_text())}
+    return result | {page: with_excerpts(page.read_text()) for page in (NOTES / "walk.md", NOTES / "differences.md")}
 
 
 if __name__ == "__main__":
