@@ -132,7 +132,7 @@ def on_files(files, config):
     """What is under the tabs, the variants, and what they link to, which is not searched."""
     heads = {path: f"search: {{boost: {tab['boost']}}}" for tab in config.extra["tabs"].values() for path in under(tab)}
     heads |= {path: "search: {boost: 0.2}" for path in sorted(variants.FOLDER.iterdir()) if path.stem in VARIANTS}
-    heads[WEB / "home.md"] = "hide: [navigation]"
+    heads |= {WEB / "home.md": "hide: [navigation]", ROOT / "README.md": "title: The project"}
     waiting = [*heads]
 
     def link(source, match):
