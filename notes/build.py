@@ -122,7 +122,7 @@ def on_config(config):
     for group in [*variants.GROUPS, "yours"]:
         pages = [{name: f"variant-{name}.md"} for name in sorted(VARIANTS) if VARIANTS[name] == group]
         config.nav[3]["Change"].append({group[0].upper() + group[1:]: pages})
-    if "OWNER/NAME" in config.repo_url:
+    if "/OWNER/" in config.repo_url:
         config.repo_url = config.edit_uri = None
     version = re.search('(?m)^version = "(.*)"', (ROOT / "pyproject.toml").read_text())[1]
     config.copyright = f"Version {version}, built on {date.today():%-d %B %Y}"

@@ -103,10 +103,8 @@ def test_the_address_of_the_repository_has_one_setting():
     for wanted in address, "https://github.com/somebody/something":
         config = load_config(str(ROOT / "mkdocs.yml"), repo_url=wanted)
         config = config.plugins.run_event("config", config)
-        assert (config.repo_url, config.edit_uri) == (
-            (None, None) if "OWNER/NAME" in wanted else (wanted, "edit/main/")
-        )
+        assert (config.repo_url, config.edit_uri) == ((None, None) if "/OWNER/" in wanted else (wanted, "edit/main/"))
     cloned = re.findall(r"git clone (\S+?)(?:\.git)?\s", (ROOT / "README.md").read_text())
     assert set(cloned) <= {address}
     workflow = (ROOT / ".github" / "workflows" / "pages.yml").read_text()
-    assert "python notes/build.py\n" in workflow and "path: site\n" in workflow and "OWNER/NAME" in workflow
+    assert "python notes/build.py\n" in workflow and "path: site\n" in workflow and "OWNER/clean-llm-rl" in workflow
