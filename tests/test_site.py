@@ -45,33 +45,6 @@ def test_links_resolve_formulas_are_mathml_and_nothing_is_loaded_from_the_networ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_is_whole_and_has_the_notes_of_its_tags(site, name):
-    lines, page = (ROOT / f"{name}.py").read_text().splitlines(), site[0][f"{name}.html"]
-    numbers = [int(number) for number in re.findall(r'data-linenos=" *(\d+) *"', page)]
-    assert not [line for number, line in enumerate(lines, 1) if line and number not in numbers]
-    for tag in {tag for line in lines for tag in re.findall(r"# \[(\d+\.\d+)\]", line)}:
-        assert f"<summary>{tag} " in page, tag
-    assert "<!-- notes" not in page and "1. Rollout" in page
-
-
-@pytest.mark.skipif(not shutil.which("node"), reason="no node")
-def test_the_sliders_compute_what_ppo_llm_does():
-    ppo_llm, web = load_script(ROOT / "ppo_llm.py"), ROOT / "notes" / "web"
-    program = (web / "response.js").read_text() + (web / "sliders.js").read_text()
-    program += """
-        const {advantages, returns} = gae(response.rewards, response.values, 0.9, 0.5)
-        const losses = response.ratios[3].map((ratio, t) => policyLoss(ratio, advantages[t], 0.1).loss)
-        console.log(JSON.stringify([response, [advantages, returns, losses]]))"""
-    numbers, shown = json.loads(subprocess.run(["node", "-e", program], check=True, capture_output=True).stdout)
-    rewards, values, ratio = (torch.tensor([x]) for x in (numbers["rewards"], numbers["values"], numbers["ratios"][3]))
-    advantages, returns = ppo_llm.gae(rewards, values, torch.ones_like(rewards).bool(), 0.9, 0.5)
-    args = ppo_llm.Args(model="", clip_low=0.1, clip_high=0.1)
-    losses, _ = ppo_llm.policy_loss(ratio.log(), torch.zeros_like(ratio), advantages, None, args)
-    assert torch.allclose(torch.tensor(shown), torch.cat([advantages, returns, losses]), atol=1e-5)
-
-
-@pytest.mark.slow
 def test_five_tabs_and_chapters_before_variants_and_results_in_the_search(site):
     pages, folder = site
     tabs = re.findall(r'class="md-tabs__link">\s*(\w+)', pages["index.html"])
@@ -108,3 +81,30 @@ def test_the_address_of_the_repository_has_one_setting():
     assert set(cloned) <= {address}
     workflow = (ROOT / ".github" / "workflows" / "pages.yml").read_text()
     assert "python notes/build.py\n" in workflow and "path: site\n" in workflow and "OWNER/clean-llm-rl" in workflow
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_whole_and_has_the_notes_of_its_tags(site, name):
+    lines, page = (ROOT / f"{name}.py").read_text().splitlines(), site[0][f"{name}.html"]
+    numbers = [int(number) for number in re.findall(r'data-linenos=" *(\d+) *"', page)]
+    assert not [line for number, line in enumerate(lines, 1) if line and number not in numbers]
+    for tag in {tag for line in lines for tag in re.findall(r"# \[(\d+\.\d+)\]", line)}:
+        assert f"<summary>{tag} " in page, tag
+    assert "<!-- notes" not in page and "1. Rollout" in page
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node")
+def test_the_sliders_compute_what_ppo_llm_does():
+    ppo_llm, web = load_script(ROOT / "ppo_llm.py"), ROOT / "notes" / "web"
+    program = (web / "response.js").read_text() + (web / "sliders.js").read_text()
+    program += """
+        const {advantages, returns} = gae(response.rewards, response.values, 0.9, 0.5)
+        const losses = response.ratios[3].map((ratio, t) => policyLoss(ratio, advantages[t], 0.1).loss)
+        console.log(JSON.stringify([response, [advantages, returns, losses]]))"""
+    numbers, shown = json.loads(subprocess.run(["node", "-e", program], check=True, capture_output=True).stdout)
+    rewards, values, ratio = (torch.tensor([x]) for x in (numbers["rewards"], numbers["values"], numbers["ratios"][3]))
+    advantages, returns = ppo_llm.gae(rewards, values, torch.ones_like(rewards).bool(), 0.9, 0.5)
+    args = ppo_llm.Args(model="", clip_low=0.1, clip_high=0.1)
+    losses, _ = ppo_llm.policy_loss(ratio.log(), torch.zeros_like(ratio), advantages, None, args)
+    assert torch.allclose(torch.tensor(shown), torch.cat([advantages, returns, losses]), atol=1e-5)
