@@ -8,13 +8,12 @@ a hook: `mkdocs build` and `mkdocs serve` work, too. What is no Python is in not
 
 import argparse
 import ast
-import base64
 import html
 import json
 import logging
 import re
 import sys
-import time
+from datetime import date
 from pathlib import Path
 
 import variants
@@ -28,13 +27,11 @@ try:
 except ImportError:
     sys.exit("notes/build.py needs mkdocs and math-core: pip install -e '.[notes]'")
 
-SCRIPTS = {"ppo_llm": "PPO", "grpo_llm": "GRPO and its family", "ppo_llm_fsdp": "PPO, sharded"}
-TINY = NOTES / "tiny_ppo.py"  # has a page like a script's, after chapter 1
-WEB, WALK, DIFFERENCES = NOTES / "web", NOTES / "walk.md", NOTES / "differences.md"
-NOTEBOOK = NOTES / "one_iteration.ipynb"
-RUN = [NOTES / f"run/{x}.md" for x in ("start", "launch", "models", "data", "speed", "watch", "after", "flags")]
-VARIANTS = sorted({path.stem for path in variants.FOLDER.iterdir() if path.suffix in (".patch", ".py")})
-UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"  # at the head of a page
+WEB, WALK = NOTES / "web", NOTES / "walk.md"
+SCRIPTS = {ROOT / "ppo_llm.py": "PPO", ROOT / "grpo_llm.py": "GRPO and its family"}
+SCRIPTS |= {ROOT / "ppo_llm_fsdp.py": "PPO, sharded", NOTES / "tiny_ppo.py": "The core alone"}
+VARIANTS = {path.stem: variants.group_of(path) for end in ("py", "patch") for path in variants.FOLDER.glob(f"*.{end}")}
+NAMES = {NOTES / "README.md": "notes.md", ROOT / "README.md": "project.md", WEB / "home.md": "index.md"}
 SHOWN = ".png", ".svg", ".jpg", ".html"  # by a browser; other files become .txt
 DIVIDER = re.compile(r"# --- ([\w ]+?)(?:\. .*)? -{9,}$")
 LINK = re.compile(r"\]\(([^)#\s:]+)")
@@ -67,25 +64,22 @@ def parts(source):
     return dict(sorted(found.items()))
 
 
-def script_page(path, title):
+def script_page(path):
     """A script in parts, and beside each what `on_env` puts there: the walk, and the notes that its tags name."""
-    lines, page = path.read_text().splitlines(), f"# {title}: `{path.name}`\n"
+    lines, page = path.read_text().splitlines(), f"# {SCRIPTS[path]}: `{path.name}`\n"
+    if LOOP in lines:
+        page += "\nThe flags come first, [the training loop](#an-iteration-begins) is further down.\n"
     found = parts(path.read_text())
     for first, after in zip(found, [*list(found)[1:], len(lines) + 1]):
         heading, mark = found[first]
+        if lines[first - 1] == LOOP:
+            heading += "\n\nYou are in the training loop. [To the top of the file](#docstring-imports-flags)"
         code = "\n".join(lines[first - 1 : after - 1]).rstrip()
         tags = " ".join(dict.fromkeys(TAG.findall(code)))
         page += f'\n{heading}\n\n<div class="beside" data-search-exclude markdown>\n\n'
         page += f'````python linenums="{first}"\n{code}\n````\n\n'
         page += f"<aside data-search-exclude><!-- notes {tags} walk {html.escape(mark)} --></aside>\n\n</div>\n"
     return page
-
-
-def difference_page(name):
-    """The section of differences.md about two scripts."""
-    old, new = DIFFS[name]
-    text = re.search(rf"(?ms)^## What `{new}.py` does differently\n(.*?)(?=^## |\Z)", DIFFERENCES.read_text())[1]
-    return f"# {SCRIPTS[old]} → {SCRIPTS[new]}\n\n`{old}.py` → `{new}.py`:\n{text}"
 
 
 def code(text, language):
@@ -107,90 +101,79 @@ def variant_page(name):
     return page
 
 
-def notebook_page(pictures):
-    """A notebook as a page. Its pictures are added to {name of the file: bytes}."""
+def notebook_page(path):
+    """A notebook as a page, with what its cells have printed and drawn."""
     page = ""
-    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+    for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
-        page += source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+        page += f"{source}\n\n" if cell["cell_type"] == "markdown" else f"```python\n{source}\n```\n\n"
         for output in cell.get("outputs", []):
-            name = f"{NOTEBOOK.stem}-{len(pictures) + 1}.png"
-            if "data" in output:
-                pictures[name] = base64.b64decode(output["data"]["image/png"])
-            page += f"\n\n![output]({name})" if "data" in output else f"\n```\n{''.join(output['text'])}\n```"
-        page += "\n\n"
+            drawn = "".join(output.get("data", {}).get("image/png", "")).replace("\n", "")
+            printed = "".join(output.get("text", ""))
+            page += f"![output](data:image/png;base64,{drawn})\n\n" if drawn else f"```\n{printed}\n```\n\n"
     return page
 
 
 # --- The site --------------------------------------------------------------------------------------------------------
 
 
-def chapters():
-    """Paths of the pages under the tab Learn, in their order."""
-    first, second, *others = sorted(NOTES.glob("[0-9]*.md"))
-    start = NOTES / "README.md", NOTES / "minutes.md", first, TINY, WALK, second
-    return [*start, *others, *RUN, NOTES / "stuck.md"]
+def under(tab):
+    """Paths of the pages under a tab, from its patterns in mkdocs.yml."""
+    return [path.resolve() for pattern in tab["pages"] for path in sorted(NOTES.glob(pattern))]
+
+
+def name_of(path):
+    """What a page is called: all are side by side, whatever their folder."""
+    if path.parent == variants.FOLDER:
+        return f"variant-{path.stem}.md"
+    own = path.parent in (ROOT, NOTES, WEB, NOTES / "run")
+    return NAMES.get(path) or (f"{path.stem}.md" if own else "-".join(path.relative_to(ROOT).parts))
 
 
 def on_config(config):
     """mkdocs calls this and the functions below, in their order."""
-    learn = [{re.search("(?m)^# (.*)", x.read_text())[1].replace("`", ""): x.name} for x in chapters() if x != TINY]
-    learn[0] = {"The notes": "notes.md"}
-    learn.insert(3, {"The core alone: tiny_ppo.py": "tiny_ppo.md"})
-    learn.insert(4, {"One iteration, tensor by tensor": "one_iteration.md"})
-    config.nav = [
-        {"Home": "index.md"},
-        {"Learn": learn},
-        {"Scripts": [{title: f"{name}.md"} for name, title in SCRIPTS.items()]},
-        {"Differences": [{f"{SCRIPTS[old]} → {SCRIPTS[new]}": f"{name}.md"} for name, (old, new) in DIFFS.items()]},
-        {"Variants": [{name: f"variant-{name}.md"} for name in VARIANTS]},
-        {"The project": "project.md"},
-    ]
+    config.nav = [{name: [name_of(path) for path in under(tab)]} for name, tab in config.extra["tabs"].items()]
+    for group in [*variants.GROUPS, "yours"]:
+        pages = [{name: f"variant-{name}.md"} for name in sorted(VARIANTS) if VARIANTS[name] == group]
+        config.nav[3]["Change"].append({group[0].upper() + group[1:].replace("ours", "ours, and examples"): pages})
+    if "/OWNER/" in config.repo_url:
+        config.repo_url = config.edit_uri = None
+    version = re.search('(?m)^version = "(.*)"', (ROOT / "pyproject.toml").read_text())[1]
+    config.copyright = f"Version {version}, built on {date.today():%-d %B %Y}"
 
 
 def on_files(files, config):
-    """All pages side by side, whatever their folder. What they link to comes with them."""
-    alone = "---\nhide: [navigation]\n---\n\n"  # under its tab
-    pages = {WEB / "home.md": ("index.md", alone), ROOT / "README.md": ("project.md", alone)}
-    pages |= {path: (f"{path.stem}.md", "") for path in chapters()} | {NOTES / "README.md": ("notes.md", "")}
-    pictures = {}
-    texts = {TINY: script_page(TINY, "The core alone"), NOTEBOOK: notebook_page(pictures)}
-    texts |= {ROOT / f"{name}.py": script_page(ROOT / f"{name}.py", title) for name, title in SCRIPTS.items()}
-    texts |= {NOTES / f"{name}.diff": difference_page(name) for name in DIFFS}
-    pages |= {path: (f"{path.stem}.md", UNSEARCHED if path.suffix == ".diff" else "") for path in texts}
-    pages[DIFFERENCES] = f"{next(iter(DIFFS))}.md", UNSEARCHED  # two pages here: links lead to the first
-    for path in variants.FOLDER.iterdir():
-        if path.stem in VARIANTS:
-            pages[path] = f"variant-{path.stem}.md", ""
-            texts[path] = variant_page(path.stem)
-    copies = {}
+    """What is under the tabs, the variants, and what they link to, which is not searched."""
+    heads = {path: f"search: {{boost: {tab['boost']}}}" for tab in config.extra["tabs"].values() for path in under(tab)}
+    heads |= {path: "search: {boost: 0.2}" for path in sorted(variants.FOLDER.iterdir()) if path.stem in VARIANTS}
+    heads |= {WEB / "home.md": "hide: [navigation]", ROOT / "README.md": "title: The project"}
+    waiting = [*heads]
 
     def link(source, match):
         path = (source.parent / match[1]).resolve()
         if not path.is_file() or ROOT not in path.parents:
             return match[0]
-        place = path.relative_to(ROOT)
-        if path.suffix == ".md" and path not in pages:
-            pages[path] = "-".join(place.parts), UNSEARCHED
+        if path.stem in DIFFS:
+            return f"](differences.md#{anchor(f'What {DIFFS[path.stem][1]}.py does differently')}"
+        if path.suffix == ".md" or path in heads:
             waiting.append(path)
-        if path in pages:
-            return f"]({pages[path][0]}"
-        copies[path] = f"files/{place}" + ".txt" * (path.suffix not in SHOWN)
-        return f"]({copies[path]}"
+            return f"]({name_of(path)}"
+        name = f"files/{path.relative_to(ROOT)}" + ".txt" * (path.suffix not in SHOWN)
+        if not files.get_file_from_path(name):
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+        return f"]({name}"
 
-    files.remove(files.get_file_from_path("home.md"))
-    waiting, done = list(pages), set()
+    for file in list(files.documentation_pages()):
+        files.remove(file)
     for path in waiting:
-        name, head = pages[path]
-        if name not in done:  # a variant of two files has one page
-            base = WALK if path.suffix == ".diff" else path
-            text = LINK.sub(lambda match, base=base: link(base, match), texts.get(path) or path.read_text())
-            files.append(File.generated(config, name, content=head + text))
-            done.add(name)
-    for name, picture in pictures.items():
-        files.append(File.generated(config, name, content=picture))
-    for path, name in copies.items():
-        files.append(File.generated(config, name, abs_src_path=str(path)))
+        if not files.get_file_from_path(name := name_of(path)):  # a variant of two files has one page
+            page = variant_page(path.stem) if path.parent == variants.FOLDER else path.read_text()
+            page = script_page(path) if path in SCRIPTS else page
+            page = notebook_page(path) if path.suffix == ".ipynb" else page
+            page = LINK.sub(lambda match, path=path: link(path, match), page)
+            head = heads.get(path, "search: {exclude: true}")
+            files.append(File.generated(config, name, content=f"---\n{head}\n---\n\n{page}"))
+            files.get_file_from_path(name).edit_uri = str(path.relative_to(ROOT))
     return files
 
 
@@ -216,7 +199,7 @@ def on_page_content(content, **_):
     content = re.sub(r"<td><code>(\w+)</code>", variant, content)
     content, found = re.subn(r"<!-- sliders: (\w+) -->", r'<div class="try" data-view="\1"></div>', content)
     content += '<script src="response.js"></script><script src="sliders.js"></script>' * bool(found)
-    return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', TAG.sub(tag, content))
+    return re.sub(r'<p>(<img [^>]*src="([^":]+)"[^>]*>)', r'<p><a href="\2">\1</a>', TAG.sub(tag, content))
 
 
 def on_env(env, files, **_):
@@ -233,8 +216,8 @@ def on_env(env, files, **_):
     pieces = FOLLOWED.split(elsewhere(pages["walk.html"].content, "walk.html"))
     walk = {mark: text.split("<h2")[0] for mark, text in zip(pieces[1::2], pieces[2::2])}
 
-    for name in (*SCRIPTS, TINY.stem):
-        page, of = pages[f"{name}.html"], "" if name == "ppo_llm" else "<p><em>Of ppo_llm.py:</em></p>"
+    for path in SCRIPTS:
+        page, of = pages[f"{path.stem}.html"], "" if path.stem == "ppo_llm" else "<p><em>Of ppo_llm.py:</em></p>"
 
         def beside(match, of=of):
             said = walk.get(html.unescape(match[2]))
@@ -243,13 +226,18 @@ def on_env(env, files, **_):
         page.content = re.sub(r"<!-- notes ([\d. ]*) walk (.*?) -->", beside, page.content)
 
 
+def on_post_page(output, **_):
+    """Nobody asks GitHub for stars when a page is opened."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "site", help="folder of the site, emptied first")
-    output, start = parser.parse_args().output.resolve(), time.time()
+    output = parser.parse_args().output.resolve()
     logging.basicConfig(level=logging.WARNING)
     build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(output)))
-    print(f"{output}/index.html: {time.time() - start:.1f} s")
+    print(f"{output}/index.html")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,45 @@ def test_links_resolve_formulas_are_mathml_and_nothing_is_loaded_from_the_networ
 
 
 @pytest.mark.slow
+def test_five_tabs_and_chapters_before_variants_and_results_in_the_search(site):
+    pages, folder = site
+    tabs = re.findall(r'class="md-tabs__link">\s*(\w+)', pages["index.html"])
+    assert tabs == ["Learn", "Run", "Scripts", "Change", "Results"]
+    assert pages["variant-gspo.html"].count('href="variant-') >= len(list((ROOT / "notes/variants").glob("*.patch")))
+    index = json.loads((folder / "search" / "search_index.json").read_text())["docs"]
+    weights = {entry["location"].partition("#")[0]: entry.get("boost", 1) for entry in index}
+    assert weights["02-gae.html"] > weights["ppo_llm.html"] > weights["variant-gspo.html"] == weights["CHANGELOG.html"]
+    assert "benchmarks-results-symptoms.html" in pages and "benchmarks-results-symptoms.html" not in weights
+    assert 'href="#docstring-imports-flags">To the top' in pages["grpo_llm.html"]
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node")
+def test_the_search_takes_flags_and_other_words():
+    program = """
+        globalThis.window = globalThis; globalThis.location = {protocol: "https:"}
+        globalThis.Worker = class { postMessage(message) { console.log(message.data) } }\n"""
+    program += (ROOT / "notes" / "web" / "search.js").read_text()
+    program += 'for (const data of ["--lam", "OOM", "multi-node", "k-1"]) new Worker("").postMessage({type: 2, data})'
+    shown = subprocess.run(["node", "-e", program], check=True, capture_output=True, text=True).stdout
+    assert shown.split("\n") == ["lam lam^9", "memory", "machines", "k-1", ""]
+
+
+def test_the_address_of_the_repository_has_one_setting():
+    from mkdocs.config import load_config
+
+    settings = (ROOT / "mkdocs.yml").read_text()
+    address = re.search(r"(?m)^repo_url: (\S+)", settings)[1]
+    for wanted in address, "https://github.com/somebody/something":
+        config = load_config(str(ROOT / "mkdocs.yml"), repo_url=wanted)
+        config = config.plugins.run_event("config", config)
+        assert (config.repo_url, config.edit_uri) == ((None, None) if "/OWNER/" in wanted else (wanted, "edit/main/"))
+    cloned = re.findall(r"git clone (\S+?)(?:\.git)?\s", (ROOT / "README.md").read_text())
+    assert set(cloned) <= {address}
+    workflow = (ROOT / ".github" / "workflows" / "pages.yml").read_text()
+    assert "python notes/build.py\n" in workflow and "path: site\n" in workflow and "OWNER/clean-llm-rl" in workflow
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_is_whole_and_has_the_notes_of_its_tags(site, name):
     lines, page = (ROOT / f"{name}.py").read_text().splitlines(), site[0][f"{name}.html"]

@@ -15,10 +15,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path[:0] = str(ROOT), str(FIGURES.parent), str(ROOT / "benchmarks")
 plt.switch_backend("Agg")
 plt.rcParams |= {"legend.fontsize": 8, "axes.titlesize": 10, "figure.constrained_layout.use": True}
+plt.rcParams["svg.hashsalt"] = "notes"  # the same picture makes the same file
 
 
 def save(figure, name):
-    figure.savefig(FIGURES / f"{name}.png", dpi=110, bbox_inches="tight")
+    figure.savefig(FIGURES / f"{name}.svg", bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
 
 

@@ -2,10 +2,8 @@
 if (location.protocol === "file:") window.Worker = class extends EventTarget {
   constructor(url) {
     super()
-    const frame = document.createElement("iframe")
+    const frame = document.body.appendChild(document.createElement("iframe")), inner = frame.contentWindow
     frame.hidden = true
-    document.body.append(frame)
-    const inner = frame.contentWindow
     inner.document.write(`<body><script src="${url}"></script>`)
     inner.document.close()
     inner.postMessage = data => this.dispatchEvent(new MessageEvent("message", {data}))
@@ -13,3 +11,11 @@ if (location.protocol === "file:") window.Worker = class extends EventTarget {
     this.postMessage = data => ready.then(() => inner.dispatchEvent(new MessageEvent("message", {data})))
   }
 }
+// A flag is searched as it is written (lunr takes a dash for "not"), and other words than ours as ours.
+const ours = {oom: "memory", node: "machines", "multi-node": "machines", multinode: "machines"}
+const translate = text => text.replace(/\S+/g, word => ours[word.toLowerCase()] ?? word.replace(/^-+(.*)/, "$1 $1^9"))
+window.Worker = new Proxy(Worker, {construct(Worker, [url]) {
+  const worker = new Worker(url), post = worker.postMessage.bind(worker)
+  worker.postMessage = ({type, data}) => post({type, data: typeof data === "string" ? translate(data) : data})
+  return worker
+}})
