@@ -9,15 +9,15 @@ Group: the reward, as a file
 A row's column `entry` is what the verifier needs, as text: entries hold what a table cannot. An answer is what follows
 the last "####". Several verifiers give partial scores, some of them to any answer of the right form, and the one of
 game_of_life_halting (0.1.25) gives 1 to any answer. So read a task before you believe its curve. We answered all 105
-with the question itself, the numbers from 0 to 99, the alphabet, and "0", "1" and "[]": nine more tasks pay .15 or more
-on average, for the constant that happens to be right most often (coin_flip .88, circuit_logic .50).
+with the question itself, the numbers from 0 to 99, the alphabet, and "0", "1" and "[]": nine more tasks pay 15% or more
+on average, for the constant that happens to be right most often (coin_flip 88%, circuit_logic 50%).
 
 At least nine tasks run an answer as Python, or let sympy do so (binary_matrix, n_queens, spiral_matrix,
 string_insertion; countdown, puzzle24, polynomials and integrals): train on them only where a model's code can do no
 harm.
 
-Measured: letter_counting with the embedded model, one seed, 40 iterations: sampled rises from .108 to .297, because the
-model says 1.
+Measured: letter_counting with the embedded model, one seed, 40 iterations: sampled rises from 10.8% to 29.7%, because
+the model says 1.
 
 The file may not be called reasoning_gym.py: Python would then find it where it looks for the library.
 """

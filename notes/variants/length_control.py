@@ -9,9 +9,9 @@ much, so right ones are always worth more than wrong ones of the same length. Bu
 wrong answer scores 0 instead of -.5), so a policy that never finds a right answer still learns to be that long.
 
 Measured: three seeds each from `benchmarks/tasks.py lengths`, 60 iterations: with targets of 80 and 100 characters, the
-sampled test answers have 79.7-81.0 and 100.7-101.9 characters, and .89, .55, .91 and .90, .89, .89 of them are right.
-Without the length reward they have 50.5-51.3, and .89-.94 are right. (The seed with .55 went far from the start: its KL
-is .25 nats per token.)
+sampled test answers have 79.7-81.0 and 100.7-101.9 characters. With 80, 89%, 55% and 91% of them are right, with 100,
+90%, 89% and 89%. Without the length reward they have 50.5-51.3, and 89-94% are right. The seed with 55% went far from
+the start, to a KL of 0.25 nats per token.
 """
 
 import os
