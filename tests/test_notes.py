@@ -62,10 +62,10 @@ def test_links_and_pictures_lead_somewhere(path):
 
 
 def test_every_picture_is_drawn_by_a_script_and_shown():
-    pictures, pages = (ROOT / "notes" / "figures").glob("*.png"), "".join(path.read_text() for path in PAGES)
-    scripts = "".join(path.read_text() for path in (ROOT / "notes" / "figures").glob("*.py"))
-    for name in [path.stem for path in pictures]:
-        assert f'"{name}"' in scripts and f"figures/{name}.png" in pages, name
+    figures, pages = ROOT / "notes" / "figures", "".join(path.read_text() for path in PAGES)
+    scripts = "".join(path.read_text() for path in figures.glob("*.py"))
+    for path in [*figures.glob("*.png"), *figures.glob("*.svg")]:
+        assert f'"{path.stem}"' in scripts and f"figures/{path.name}" in pages, path.name
 
 
 @each_page
