@@ -23,6 +23,7 @@ def early(responses):
     shares = [sum(c < "m" for c in r) / max(1, len(r)) for r in responses]
     return {"early": shares, "length": [0.01 * len(r) for r in responses]}
 """
+SCORES = {"part": "reward/mean", "eval_part": "eval/score", "eval_part_sampled": "eval/score_sampled"}  # their sums
 # Of a run: (flags, options).
 SGD_FIXED = (FIXED, {"sgd": True, "fixed": True})
 SAMPLED = (ADAM, {})
@@ -47,8 +48,9 @@ def runs(tmp_path_factory, toy_data):
             every = FLAGS | own | {"run_name": name} | flags
             todo.append(({flag: value for flag, value in every.items() if flag in known}, options))
         results = run_ranks(world, train, str(path), todo)
-        for found in results[0]:
-            assert {f"{kind}/early" for kind in ("part", "eval_part", "eval_part_sampled")} <= {*found["metrics"][-1]}
+        for m in [found["metrics"][-1] for found in results[0]]:
+            for kind, total in SCORES.items():
+                assert m[f"{kind}/early"] + m[f"{kind}/length"] == pytest.approx(m[total], abs=1e-5)
         return {name: [rank[i] for rank in results] for i, name in enumerate(wanted)}
 
     return run

@@ -6,9 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import conftest
 import pytest
 import variants
 from conftest import PLACE, ROOT, write_rows
@@ -150,17 +148,6 @@ def test_a_copy_stands_in_for_its_script(tmp_path):
     command = [sys.executable, "-m", "pytest", *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.returncode == 1 and "FAILED tests/test_groups.py::test_golden_advantages" in done.stdout, done.stdout
-
-
-def test_what_no_test_takes_is_refused(monkeypatch, tmp_path):
-    monkeypatch.delenv(PLACE, raising=False)
-    copy = changed("ppo_llm.py", "import torch\n", "import torch  # mine\n", tmp_path / "x.py")
-    for path, file, error in (
-        (copy, "tests/test_site.py", "takes no copy of ppo_llm.py, but these do: .*tests/test_oracle.py"),
-        (ROOT / "benchmarks" / "rewards.py", "tests/test_math.py", "names no changed copy"),
-    ):
-        with pytest.raises(pytest.UsageError, match=error):
-            conftest.pytest_configure(SimpleNamespace(getoption=lambda name, path=path: str(path), args=[file]))
 
 
 # --------------------------------------------------------------------------------------------- compare.py --exact
