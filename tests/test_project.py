@@ -18,7 +18,6 @@ import matplotlib.pyplot as plt
 import pytest
 import ranks
 from conftest import ROOT, TINY, read_rows, ruff, write_rows
-from transformers import AutoModelForCausalLM
 
 # One sitting. A ceiling is never raised to let a feature in.
 CEILINGS = {
@@ -247,13 +246,6 @@ def test_embedded_data_are_what_the_maker_makes():
         steps = re.findall(r"(\d+[-+*/]\d+)=(\d+)", row["answer"])
         assert len(steps) in (2, 3) and all(eval(step) == int(result) for step, result in steps)
         assert gsm8k_number(row["answer"]) == int(steps[-1][1])
-
-
-def test_embedded_model_is_small_and_can_but_usually_does_not():
-    assert sum(file.stat().st_size for file in TINY.rglob("*") if file.is_file()) <= 6e6
-    assert load_script("ppo_llm").load_model(str(TINY / "model"), AutoModelForCausalLM).num_parameters() <= 2e6
-    scores = json.loads((TINY / "scores.json").read_text())
-    assert 0.25 <= scores["sampled"]["score"] <= 0.40 and scores["forced_greedy"]["score"] >= 0.96
 
 
 def test_plot_draws_runs_and_seeds(tmp_path, monkeypatch):

@@ -172,17 +172,15 @@ def test_two_runs_are_the_same_but_for_rounding_or_the_first_difference_is_named
 
     def compared(more, tolerance=1e-4, **others):
         other = write_run(tmp_path / "two", last | {"time/iteration": 9.0} | more, texts | others)
-        return compare.compare_runs(one, other, tolerance), capsys.readouterr().out.replace(f"{tmp_path}/", "")
+        return compare.compare_runs(one, other, tolerance), capsys.readouterr().out.partition(":\n")[0]
 
     rounded = {"kl/mean": -2.1215e-4, "actor/loss": 0.50004}
     assert compared(rounded) == (0, "the same: 2 lines of metrics, 3 rows of completions in 2 files\n")
-    row = "metrics.jsonl (iteration 1), row 2,"
-    sampled = "completions/step_000001.jsonl (iteration 1), row"
     for (code, console), said in (
-        (compared(rounded, tolerance=1e-5), f"{row} actor/loss:\n    0.5  in one\n    0.50004  in two\n"),
-        (compared({"actor/loss": float("nan")}), f"{row} actor/loss:\n    0.5  in one\n    nan  in two\n"),
-        (compared({"actor/loss": 1, "kl/mean": 1}, eval_000001=["x"]), f"{row} kl/mean:\n"),
-        (compared({"actor/loss": 1}, step_000001=["c", "d "]), f"{sampled} 2, response:\n    'd'  in one\n    'd '"),
-        (compared({}, step_000001=["c"]), f"{sampled} 2, number of rows:\n    2  in one\n    1  in two\n"),
+        (compared(rounded, tolerance=1e-5), "row 2, actor/loss"),
+        (compared({"actor/loss": float("nan")}), "row 2, actor/loss"),
+        (compared({"actor/loss": 1, "kl/mean": 1}, eval_000001=["x"]), "row 2, kl/mean"),
+        (compared({"actor/loss": 1}, step_000001=["c", "d "]), "row 2, response"),
+        (compared({}, step_000001=["c"]), "row 2, number of rows"),
     ):
-        assert code == 1 and console.startswith(said), console
+        assert code == 1 and console.endswith(said), console

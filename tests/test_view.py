@@ -55,7 +55,7 @@ def show(browser):
     assert all(page.evaluate("document.documentElement.scrollWidth <= innerWidth") for page in pages)
 
 
-def make_run(folder, steps=(0, 1, 2), texts=("a", "b"), parts=(), evaluated=True, ids=(), flags=(), prompt="why?"):
+def make_run(folder, steps=(0, 1, 2), texts=("a", "b"), parts=(), ids=(), flags=(), prompt="why?"):
     """A run folder as the scripts write it, with a number of tokens in the first 64 responses of a batch."""
     (folder / "completions").mkdir(parents=True)
     (folder / "args.json").write_text(
@@ -70,8 +70,7 @@ def make_run(folder, steps=(0, 1, 2), texts=("a", "b"), parts=(), evaluated=True
             line = {"prompt": f"{prompt} {i}", "answer": EVIL, "response": text, "score": float(i), "length": len(text)}
             line |= {"truncated": i == 0, "parts": {name: i * 0.5 for name in parts}, "row": {"topic": EVIL}}
             lines.append(line)
-        if evaluated:
-            write_rows(folder / f"completions/eval_{step:06d}.jsonl", lines)
+        write_rows(folder / f"completions/eval_{step:06d}.jsonl", lines)
         for i, line in enumerate(lines[:64] if ids else []):
             tokens = [5, 6, *numbers.choices(ids, k=len(ids))] if i else [5, 6, *ids]
             columns = {name: [0.0, *(numbers.gauss(0, 1) for _ in ids), 0.0] for name in view.COLUMNS}
@@ -145,14 +144,6 @@ def test_no_text_is_executed_and_all_are_shown(show, tmp_path, width):
     assert page.locator("#list .row").count() == 1
     page.locator("#runs input").first.uncheck()
     assert page.locator(".key").first.inner_text().count("other") == 1
-
-
-@pytest.mark.parametrize("steps, flags", [((0,), {}), ((0, 1), {}), ((), {}), ((0, 1, 2), {"evaluated": False})])
-def test_runs_that_have_little(show, tmp_path, steps, flags):
-    page = show(make_run(tmp_path / "run", steps=steps, **flags))
-    assert page.locator("#time").is_visible() == (bool(steps) and not flags)
-    assert page.locator("#batch").is_visible() == bool(steps)
-    assert page.locator("#now").inner_text() == f"Iteration {max(steps, default=0)} of {max(steps, default=0)}"
 
 
 def test_a_page_that_would_be_too_large_says_what_it_lacks(tmp_path):
