@@ -273,16 +273,6 @@ def test_a_number_below_its_least_value(algo, toy_run, monkeypatch, tmp_path):
     assert sum(numbers.values()) == len(SIZES) - ("group_size" not in numbers) and list(tmp_path.iterdir()) == []
 
 
-@each_script("ppo_llm", "grpo_llm")
-def test_the_least_values_train(algo, toy_run):
-    """All of them at once, and an entropy coefficient that asks for less entropy. Logits cannot be divided by 0."""
-    least = numbers_of(algo) | {"total_iterations": 1, "entropy_coef": -0.1, "max_prompt_length": 30}
-    least |= {"temperature": 0.01} | ({"estimator": "reinforce_pp"} if "group_size" in least else {})
-    _, metrics = toy_run(**least)
-    assert [m["step"] for m in metrics] == [0, 1] and metrics[1]["response/length_mean"] == 1
-    assert all(math.isfinite(value) for value in metrics[1].values())
-
-
 @each_script(*PPO)
 def test_flags_that_do_not_go_together(script, toy_run, monkeypatch, tmp_path):
     """Or with what is installed: nothing has been made."""

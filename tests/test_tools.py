@@ -73,9 +73,8 @@ def test_the_list_has_each_once_by_what_it_changes_and_fits_a_screen(call):
     call("make", "mine", changed("ppo_llm.py", "gamma", "discount"))
     lines = call("list")[1].splitlines()
     files = {path.stem for path in variants.FOLDER.glob("*.py")} - {"guess", "retry"}  # games for `environment`
-    assert sorted(line.split()[0] for line in lines[:-2] if line.startswith("  ")) == sorted(
-        {*variants.names(), *files}
-    )
+    listed = [line.split()[0] for line in lines[:-2] if line.startswith("  ")]
+    assert sorted(listed) == sorted({*variants.names(), *files})
     assert [line[:-1] for line in lines if not line.startswith("  ")] == [*variants.GROUPS, "yours"]
     assert lines[-1].split()[:2] == ["mine", "ppo"] and "mine" not in variants.names()
     assert len(lines) <= 60 and max(map(len, lines)) <= 120

@@ -277,6 +277,7 @@ def test_pass_at_k_is_the_expected_best_of_k_and_a_vote(variant, train, tmp_path
     (_, m) = train("pass_at_k", eval_rows=5, eval_samples=6, total_iterations=1, run_name="run")
     rows = read_rows(tmp_path / "run" / "completions" / "eval_sampled_000001.jsonl")
     groups = [[row for row in rows if row["prompt"] == prompt] for prompt in sorted({row["prompt"] for row in rows})]
+    assert len(groups) == 5 and all(len({row["response"] for row in group}) > 3 for group in groups)
     scores = torch.tensor([[row["score"] for row in group] for group in groups])
     assert m["eval/score_sampled"] == pytest.approx(scores.mean().item(), abs=1e-6)
     for k in 2, 4:

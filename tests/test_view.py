@@ -58,9 +58,8 @@ def show(browser):
 def make_run(folder, steps=(0, 1, 2), texts=("a", "b"), parts=(), ids=(), flags=(), prompt="why?"):
     """A run folder as the scripts write it, with a number of tokens in the first 64 responses of a batch."""
     (folder / "completions").mkdir(parents=True)
-    (folder / "args.json").write_text(
-        json.dumps({"model": str(TINY / "model"), "lr": 0.1, "script": EVIL} | dict(flags))
-    )
+    args = {"model": str(TINY / "model"), "lr": 0.1, "script": EVIL} | dict(flags)
+    (folder / "args.json").write_text(json.dumps(args))
     numbers = random.Random(0)
     rows = [{"step": step, "reward/mean": step / 7, "odd": float("nan")} for step in steps]
     write_rows(folder / "metrics.jsonl", [row | {f"part/{name}": 0.5 for name in parts} for row in rows])
@@ -127,11 +126,8 @@ def test_no_text_is_executed_and_all_are_shown(show, tmp_path, width):
     run = make_run(tmp_path / "a<b>run", texts=ODD, parts=["<i>", "b"], ids=ids, flags={"reward": EVIL}, prompt=EVIL)
     page = show(run, make_run(tmp_path / "other", ids=ids), width=width)
     page.select_option("#sort", "lowest score")
-    texts = [
-        clip.removesuffix("…")
-        for clip in page.locator("#list .clip").evaluate_all("all => all.map(x => x.textContent)")
-    ]
-    assert texts == [text[:500] or "(empty)" for text in ODD]
+    clips = page.locator("#list .clip").evaluate_all("all => all.map(x => x.textContent)")
+    assert [clip.removesuffix("…") for clip in clips] == [text[:500] or "(empty)" for text in ODD]
     assert page.locator("#tokens span").evaluate_all("all => all.map(x => x.textContent).join('')").startswith(EVIL)
     page.select_option("#set", "greedy")
     for text in ODD:
