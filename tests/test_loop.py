@@ -188,11 +188,6 @@ def no_numbers(mask, logprobs):
     return mask, logprobs * math.nan
 
 
-def one_row(mask, logprobs):
-    logprobs[7, mask[7]] += 0.05
-    return mask, logprobs
-
-
 def refused(run, *words):
     """In one sentence with these words."""
     sentence = refusal(run)
@@ -204,7 +199,6 @@ def refused(run, *words):
     [
         (shifted, 1, ()),
         (no_numbers, 2, ("differ by nan (limit 0.01)",)),  # not above any limit, but refused, too
-        (one_row, 1, ("differ by 0.00", " (limit 0.01), in one response by 0.05 (limit 0.01)")),  # of eight
     ],
 )
 def test_a_sampler_that_disagrees_ends_the_run_before_a_step(
