@@ -273,14 +273,14 @@ def test_muon_moves_matrices_by_orthogonal_ones(variant, train):
     options = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw", "lr": 1e-3, "weight_decay": 0.0}
     rest = torch.optim.AdamW([theirs["layer"].bias, theirs["embed"].weight], weight_decay=0.0)  # lr: 1e-3
     steps = [variant("muon").make_optimizer(ours), torch.optim.Muon([theirs["layer"].weight], **options), rest]
-    for _ in range(3):
+    for _ in range(30):
         for one, other in zip(ours.parameters(), theirs.parameters()):
             one.grad = torch.randn_like(one)
             other.grad = one.grad.clone()
         for optimizer in steps:
             optimizer.step()
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.allclose(one, other, atol=2e-5 if one.shape == (5, 3) else 1e-7)
+        assert torch.allclose(one, other, atol=2e-4 if one.shape == (5, 3) else 1e-7)
     resumed(train, "muon", 2, save_every=2)
 
 
