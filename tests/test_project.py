@@ -226,15 +226,6 @@ def test_tags_lead_to_sections_that_are_there():
     assert tags <= {*re.findall(r"(?m)^## (\d+\.\d+)\b", notes)} and len(tags) >= 20
 
 
-def test_named_algorithms_in_chapter_5_are_legal():
-    """What their flags do: test_oracle.py. The variants: test_variants.py."""
-    chapter = (ROOT / "notes" / "05-grpo.md").read_text()
-    rows = dict(re.findall(r"^\| (\S+) \| `(--[^`]*)` \|", chapter, re.M))
-    assert rows.keys() >= {"Dr.GRPO", "RLOO", "REINFORCE++", "REINFORCE++-baseline"}
-    for flags in rows.values():
-        check_flags("grpo_llm", flags)
-
-
 def test_embedded_data_are_what_the_maker_makes():
     """Regenerated from the seed; every worked answer is right; no test question in train."""
     maker, gsm8k_number = load_benchmark("make_tiny"), load_script("ppo_llm").gsm8k_number

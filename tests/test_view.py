@@ -142,6 +142,12 @@ def test_no_text_is_executed_and_all_are_shown(show, tmp_path, width):
     assert page.locator(".key").first.inner_text().count("other") == 1
 
 
+@pytest.mark.parametrize("steps", [(), (0,)])
+def test_a_run_that_has_just_begun(show, tmp_path, steps):
+    page = show(make_run(tmp_path / "run", steps))
+    assert page.locator("#now").inner_text() == "Iteration 0 of 0"
+
+
 def test_a_page_that_would_be_too_large_says_what_it_lacks(tmp_path):
     run = make_run(tmp_path / "run", range(41), [f"{i} " * 500 for i in range(64)])
     view.main([str(run), "--megabytes", "0.1"])
