@@ -377,6 +377,7 @@ def test_vine_credits_a_step_with_what_it_changed_in_the_value(train, variant, s
             (prompt, one, a), (same, two, b) = next(ends), next(ends)
             before = response.ids[:i]
             assert one.ids[:i] == two.ids[:i] == before and prompt == same and prompt[len(prompt) - i :] == before
+            assert max(len(one.ids), len(two.ids)) <= 32
             values.append((a + b) / 2)
         changes = torch.tensor([*values, result["score"]]).diff()
         lengths = torch.tensor([*starts, len(texts)]).diff()

@@ -271,8 +271,8 @@ def test_pass_at_k_is_the_expected_best_of_k_and_a_vote(variant, train, tmp_path
     def best(scores, k):
         return torch.stack([scores[:, list(choice)].amax(1) for choice in itertools.combinations(range(6), k)]).mean(0)
 
-    texts = ["so #### 1,234", "#### 7", "well #### 1234.0", "#### $1234"]  # three of the same number
-    votes = [{"response": text, "score": score} for text, score in zip(texts, [1.0, 0.0, 1.0, 1.0])]
+    texts = ["#### 7", "so #### 1,234", "well #### 1234.0", "#### $1234"]  # three of the same number
+    votes = [{"response": text, "score": score} for text, score in zip(texts, [0.0, 1.0, 1.0, 1.0])]
     assert algo.majority_score(votes) == 1
     (_, m) = train("pass_at_k", eval_rows=5, eval_samples=6, total_iterations=1, run_name="run")
     rows = read_rows(tmp_path / "run" / "completions" / "eval_sampled_000001.jsonl")
