@@ -146,11 +146,13 @@ def test_columns_are_passed_when_they_are_named(algo):
 
 
 def test_a_reward_may_have_parts(algo):
-    """Of which the score is the sum."""
+    """Of which the score is the sum, and which are equally long."""
     found = results(algo, lambda: {"format": [1, 0], "correct": torch.tensor([0.5, -2.0])}, ["a", "b"])
     assert [result["parts"] for result in found] == [{"format": 1, "correct": 0.5}, {"format": 0, "correct": -2}]
     assert [result["score"] for result in found] == [1.5, -2]
     assert {type(number) for result in found for number in (*result["parts"].values(), result["score"])} == {float}
+    with pytest.raises(ValueError, match="zip"):
+        results(algo, lambda: {"format": [1, 0], "correct": [1, 0, 1]}, ["a", "b"])
 
 
 @pytest.mark.parametrize("later", [{"format": 1.0}, {"format": 1.0, "corect": 0.0}, {}])
