@@ -7,7 +7,6 @@ names, or SCRIPT in its file, or else of any. The others don't run.
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -45,14 +44,6 @@ def pytest_addoption(parser):
     parser.addoption("--script", help="a changed copy of a script: its tests, with the copy in its place")
 
 
-def takes_copies(path, name):
-    """Whether a test file takes copies of the script of this name."""
-    text = path.read_text()
-    if own := re.search(r"(?m)^SCRIPT = .*$", text):
-        return f'"{name}"' in own[0]
-    return re.search(r"(?m)^@each_script|^def test_\w+\([^)]*\b(algo|toy_run)\b", text)
-
-
 def pytest_configure(config):
     """Puts the copy, by its script's name, into a folder of its own, with links to all that is beside the script."""
     copy = config.getoption("--script")
@@ -61,13 +52,6 @@ def pytest_configure(config):
     original = variants.nearest(Path(copy).read_text()) if Path(copy).is_file() else None
     if original is None:
         raise pytest.UsageError(f"--script {copy} names no changed copy of {', '.join(variants.SCRIPTS)}")
-    files = sorted(ROOT.glob("tests/test_*.py"))
-    willing = [f"tests/{path.name}" for path in files if takes_copies(path, Path(original).stem)]
-    for word in config.args:
-        file = f"tests/{Path(word.partition('::')[0]).name}"
-        if ".py" in file and file not in willing:
-            said = f"{file} takes no copy of {original}, but these do: {' '.join(willing)}"
-            raise pytest.UsageError(f"--script {copy}: {said}")
     folder = Path(tempfile.mkdtemp())
     config.add_cleanup(lambda: shutil.rmtree(folder))
     config.add_cleanup(lambda: os.environ.pop(PLACE, None))

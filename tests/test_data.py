@@ -264,14 +264,11 @@ def refused(algo, toy_run, tmp_path, monkeypatch):
 NO_COLUMN = " has no column {}; --prompt-column, --answer-column (or None): {}"
 NO_PROMPT = ", row 1: a prompt is a text or a chat of texts that awaits an answer, not {!r}"
 DAY = datetime.datetime(2021, 1, 2)  # what the loader of .jsonl makes of "2021-01-02"
+IN_CSV = "in a .csv file it stays a text"
 REFUSED = [  # a row, flags, what is said of it
     ({"text": "a", "answer": "1"}, {}, NO_COLUMN.format("prompt", ["text", "answer"])),
     ({"prompt": "a", "answer": "1"}, {"answer_column": "gold"}, NO_COLUMN.format("gold", ["prompt", "answer"])),
-    (
-        {"prompt": "when?", "answer": DAY},
-        {},
-        f", row 1: `datasets` made {DAY!r} of the answer; in a .csv file it stays a text",
-    ),
+    ({"prompt": "when?", "answer": DAY}, {}, f", row 1: `datasets` made {DAY!r} of the answer; {IN_CSV}"),
 ]
 NO_PROMPTS = [None, 5, [], ["a", "b"], [chat("1+1?")], [*chat("1+1?"), {"role": "user", "content": None}]]
 NO_PROMPTS += [chat("1+1?", "2"), [{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}]]

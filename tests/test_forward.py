@@ -74,13 +74,6 @@ def sample(algo, model, prompts, uniforms, eos_ids=(EOS,), temperature=1.0):
     return algo.generate(model, prompts, uniforms, list(eos_ids), temperature)
 
 
-@pytest.mark.parametrize("pause", [0, 60])
-def test_only_a_long_rollout_says_how_far_it_is(algo, model, pause, monkeypatch, capsys):
-    monkeypatch.setattr(algo, "PAUSE", pause)
-    sample(algo, model, prompts_of(3, 4), noise(2, 6), [-1])
-    assert ("sampling: 100%" in capsys.readouterr().err) == (pause == 0)
-
-
 # --- Policy and Critic -----------------------------------------------------------------------------------------------
 
 
@@ -94,18 +87,6 @@ def test_logprobs_equal_bare_prefixes(algo, model, temperature):
         assert entropy[i, t].item() == pytest.approx(-(expected.exp() * expected).sum().item(), abs=2e-5)
     assert logprobs.dtype == entropy.dtype == torch.float32 and mask.sum() == 17
     assert not logprobs[~mask].any() and not entropy[~mask].any()
-
-
-@of_critics
-def test_values_equal_bare_prefixes(algo, critic):
-    """Of the state before the action: the text up to and with position i."""
-    tokens, mask = make_batch(algo)
-    values = critic.eval()(tokens, mask)
-    for i, t in mask.nonzero().tolist():
-        with torch.no_grad():
-            expected = critic.model.score(critic.model(tokens[i : i + 1, : t + 1]).last_hidden_state[0, -1])
-        assert values[i, t].item() == pytest.approx(expected.item(), abs=2e-5)
-    assert values.dtype == torch.float32 and not values[~mask].any() and values[mask].std() > 0.1
 
 
 def test_chunks_change_neither_results_nor_gradients(algo, model, spy):
@@ -290,7 +271,7 @@ def test_a_response_does_not_depend_on_the_rows_beside_it(algo, model, spy):
             assert response.logprobs == pytest.approx(together[i].logprobs, abs=2e-5)
 
 
-# --- draw_prompts, to_batch, pack, forward_all -----------------------------------------------------------------------
+# --- draw_prompts, to_batch, pack ------------------------------------------------------------------------------------
 
 
 def test_draw_prompts_is_one_stream(algo):
@@ -330,16 +311,3 @@ def test_pack(algo, max_tokens):
         assert len(part) * lengths[part[0]] <= max_tokens or len(part) == 1
     for part in parts[:-1]:  # none is closed while the next row would have fitted
         assert (len(part) + 1) * lengths[part[0]] > max_tokens
-
-
-def test_forward_all_puts_everything_back(algo):
-    """Without a gradient; of what a module gives, the first if they are two."""
-    lengths = (3, 6), (7, 2), (5, 1), (1, 4), (7, 6), (2, 2), (4, 3)
-    tokens, mask, _, row_lengths = algo.to_batch(*make_rows(algo, lengths), "cpu")
-    expected, one = torch.where(mask, tokens.roll(-1, 1), 0).float(), torch.ones((), requires_grad=True)
-    for max_tokens in 1, 10_000:
-        minibatches = [algo.pack(row_lengths, rows, max_tokens, "cpu") for rows in (range(4), range(4, 7))]
-        for wrap in (lambda x: x), (lambda x: (x, None)):
-            module = lambda tokens, mask, wrap=wrap: wrap(tokens.roll(-1, 1) * mask * one)  # noqa: E731
-            found = algo.forward_all(module, minibatches, tokens, mask)
-            assert torch.equal(found, expected) and not found.requires_grad

@@ -42,18 +42,9 @@ def test_the_console_says_what_runs(script, launched):
     block, _, after = console[console.index(f"{script.name}: 2 process(es) on cpu, float32") :].partition("run folder ")
     assert len(block.splitlines()) <= 10 and console.count(f"{script.name}: ") == 1
     assert "EOS ids [1]" in block and "4000 rows, 4000 distinct, 0 left out; the first ends in '" in block
-    batch = "2 x 8 responses in minibatches of 16" if script.stem == "grpo_llm" else "16 responses, minibatches of 16"
-    assert f"batch      {batch}, 1 epoch(s)\n" in block
-    coefficients = "0.0 in the reward, 0.001" if script.stem == "grpo_llm" else "0.001 in the reward, 0.0"
-    assert f"KL         to the reference: {coefficients} in the loss\n" in block
-    assert ("sharding   over 2 of 2 process(es), gathered" in block) == (script.stem == "ppo_llm_fsdp")
-    best = max(read_metrics(run_dir), key=lambda m: m.get("eval/score", -math.inf))  # of equal ones the first
-    ends = f"{best['eval/score']:.3f}, came after iteration {best['step']} ({run_dir}/best, unless that is 0)"
     expected = [re.escape(f"{run_dir}, from iteration 1"), f"iteration 0: {EVALUATED}", f"iteration 1/1: {PROGRESS}"]
-    expected += [f"iteration 1: {EVALUATED}"]
-    expected += [re.escape(f"the trained model is in {run_dir}/final; the best greedy score, {ends}")]
-    expected += [re.escape(f"what it wrote, token by token: python benchmarks/view.py {run_dir}")]
-    expected += [re.escape(f"curves: tensorboard --logdir {run_dir.parent}")]
+    expected += [f"iteration 1: {EVALUATED}", f".* {run_dir}/final; .*", f".*: python benchmarks/view.py {run_dir}"]
+    expected += [f".*: tensorboard --logdir {run_dir.parent}"]
     lines = [line for line in after.splitlines() if "TypedStorage is deprecated" not in line]  # torch 2.9, of itself
     assert all(map(re.fullmatch, expected, lines)) and len(lines) == len(expected), console
     for noise in ("Warning", "WARNING", "Traceback", "were not used", "newly initialized", "\r", "%"):
@@ -139,9 +130,7 @@ def test_a_callers_file_by_two_processes_is_that_by_one_and_is_kept(script, toy_
 
 
 FINDS = [("[float('inf')] * len(prompts)", r"the reward must be finite numbers, not \(inf,\), of ", 1)]
-FINDS += [
-    ("{'other': [0.0] * len(prompts)}", r"the reward must return the same parts .*'other'.*", 2)
-]  # they tell them
+FINDS += [("{'other': [0.0] * len(prompts)}", r"the reward must return the same parts .*'other'", 2)]  # both ranks
 
 
 @pytest.mark.parametrize("returned, sentence, times", FINDS)
@@ -153,35 +142,13 @@ def test_what_one_rank_finds_that_rank_prints(script, toy_flags, tmp_path, retur
     assert code == 1 and len(re.findall(f"(?m)^error: {sentence}", console)) == times, console
 
 
-# A reward in parts. It copies what has arrived on stdout, a file here, when it is called.
-PARTS = """
-from pathlib import Path
-
-
-def early(prompts, responses, answers):
-    Path({seen!r}).write_text(Path("/proc/self/fd/1").read_text())
-    return {{"early": [sum(c < "m" for c in r) / max(1, len(r)) for r in responses], "length": [*map(len, responses)]}}
-"""
-
-
 @each_script("ppo_llm", "ppo_llm_fsdp")
-def test_bfloat16_learns_too_and_a_rank_may_have_no_row_to_evaluate(script, toy_flags, tmp_path):
-    """The parts of its score are there all the same. Lines of the console arrive at once."""
-    (tmp_path / "parts_reward.py").write_text(PARTS.format(seen=str(tmp_path / "seen")))
-    flags = toy_flags | {"output_dir": tmp_path, "run_name": "run", "dtype": "bfloat16", "eval_rows": 1}
-    code, console = forked(script, flags | {"reward": f"{tmp_path}/parts_reward.py:early"})
+def test_bfloat16_learns_too(script, toy_flags, tmp_path):
+    code, console = forked(script, toy_flags | {"output_dir": tmp_path, "run_name": "run", "dtype": "bfloat16"})
     assert code == 0 and "on cpu, bfloat16" in console, console
-    assert re.search(r"\niteration 2/2: .*\n$", (tmp_path / "seen").read_text())
     metrics = read_metrics(tmp_path / "run")
-    assert 0 < metrics[1]["rollout/logprob_diff"] < 0.1 and metrics[1]["actor/ratio_mean"] == pytest.approx(1, abs=0.05)
-    for sampled in "", "_sampled":
-        (row,) = read_rows(tmp_path / "run" / "completions" / f"eval{sampled}_000002.jsonl")
-        parts = {f"eval_part{sampled}/{name}": number for name, number in row["parts"].items()}
-        assert {name: metrics[2].get(name) for name in parts} == pytest.approx(parts, abs=1e-6) and len(parts) == 2
-        assert metrics[2][f"eval/score{sampled}"] == pytest.approx(sum(row["parts"].values()), abs=1e-6)
-    early, length = metrics[2]["eval_part_sampled/early"], metrics[2]["eval_part_sampled/length"]
-    assert f", eval_part_sampled/early {early:.3f}, eval_part_sampled/length {length:.3f}\n" in console
-    assert metrics[1]["part/early"] + metrics[1]["part/length"] == pytest.approx(metrics[1]["reward/mean"], abs=1e-5)
+    assert 1e-5 < metrics[1]["rollout/logprob_diff"] < 0.1
+    assert metrics[1]["actor/ratio_mean"] == pytest.approx(1, abs=0.05)
     assert all(math.isfinite(value) for m in metrics for value in m.values())
 
 

@@ -146,12 +146,6 @@ def adamw(p, gradient, moments, lr):
     return p - lr * mean / (square.sqrt() + 1e-8)
 
 
-def close(found, expected, what):
-    """Within 1e-5, of large numbers relatively."""
-    error = abs(found - expected)
-    assert error <= 1e-5 * max(1, abs(expected)), f"{what}: {found} instead of {expected}"
-
-
 class Oracle:
     """The networks' weights as the run has them, and what each step should do to them."""
 
@@ -302,7 +296,7 @@ def agrees(flags, ranks):
             for prompt, (ids, truncated), score in share[place // world * size :][:size]:
                 answers.append({"prompt": prompt, "ids": ids, "truncated": truncated, "score": score})
         for name, expected in iterate(oracle, answers, iteration).items():
-            close(line[name], float(expected), f"{name} of iteration {iteration}")
+            assert line[name] == pytest.approx(float(expected), rel=1e-5, abs=1e-5), f"{name} of iteration {iteration}"
     assert next(oracle.steps, None) is None
     assert 0 < lines[-1]["response/truncated_frac"] < 1
     return lines

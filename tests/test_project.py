@@ -18,7 +18,6 @@ import matplotlib.pyplot as plt
 import pytest
 import ranks
 from conftest import ROOT, TINY, read_rows, ruff, write_rows
-from transformers import AutoModelForCausalLM
 
 # One sitting. A ceiling is never raised to let a feature in.
 CEILINGS = {
@@ -227,15 +226,6 @@ def test_tags_lead_to_sections_that_are_there():
     assert tags <= {*re.findall(r"(?m)^## (\d+\.\d+)\b", notes)} and len(tags) >= 20
 
 
-def test_named_algorithms_in_chapter_5_are_legal():
-    """What their flags do: test_oracle.py. The variants: test_variants.py."""
-    chapter = (ROOT / "notes" / "05-grpo.md").read_text()
-    rows = dict(re.findall(r"^\| (\S+) \| `(--[^`]*)` \|", chapter, re.M))
-    assert rows.keys() >= {"Dr.GRPO", "RLOO", "REINFORCE++", "REINFORCE++-baseline"}
-    for flags in rows.values():
-        check_flags("grpo_llm", flags)
-
-
 def test_embedded_data_are_what_the_maker_makes():
     """Regenerated from the seed; every worked answer is right; no test question in train."""
     maker, gsm8k_number = load_benchmark("make_tiny"), load_script("ppo_llm").gsm8k_number
@@ -247,13 +237,6 @@ def test_embedded_data_are_what_the_maker_makes():
         steps = re.findall(r"(\d+[-+*/]\d+)=(\d+)", row["answer"])
         assert len(steps) in (2, 3) and all(eval(step) == int(result) for step, result in steps)
         assert gsm8k_number(row["answer"]) == int(steps[-1][1])
-
-
-def test_embedded_model_is_small_and_can_but_usually_does_not():
-    assert sum(file.stat().st_size for file in TINY.rglob("*") if file.is_file()) <= 6e6
-    assert load_script("ppo_llm").load_model(str(TINY / "model"), AutoModelForCausalLM).num_parameters() <= 2e6
-    scores = json.loads((TINY / "scores.json").read_text())
-    assert 0.25 <= scores["sampled"]["score"] <= 0.40 and scores["forced_greedy"]["score"] >= 0.96
 
 
 def test_plot_draws_runs_and_seeds(tmp_path, monkeypatch):

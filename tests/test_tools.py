@@ -6,9 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import conftest
 import pytest
 import variants
 from conftest import PLACE, ROOT, write_rows
@@ -75,9 +73,8 @@ def test_the_list_has_each_once_by_what_it_changes_and_fits_a_screen(call):
     call("make", "mine", changed("ppo_llm.py", "gamma", "discount"))
     lines = call("list")[1].splitlines()
     files = {path.stem for path in variants.FOLDER.glob("*.py")} - {"guess", "retry"}  # games for `environment`
-    assert sorted(line.split()[0] for line in lines[:-2] if line.startswith("  ")) == sorted(
-        {*variants.names(), *files}
-    )
+    listed = [line.split()[0] for line in lines[:-2] if line.startswith("  ")]
+    assert sorted(listed) == sorted({*variants.names(), *files})
     assert [line[:-1] for line in lines if not line.startswith("  ")] == [*variants.GROUPS, "yours"]
     assert lines[-1].split()[:2] == ["mine", "ppo"] and "mine" not in variants.names()
     assert len(lines) <= 60 and max(map(len, lines)) <= 120
@@ -152,17 +149,6 @@ def test_a_copy_stands_in_for_its_script(tmp_path):
     assert done.returncode == 1 and "FAILED tests/test_groups.py::test_golden_advantages" in done.stdout, done.stdout
 
 
-def test_what_no_test_takes_is_refused(monkeypatch, tmp_path):
-    monkeypatch.delenv(PLACE, raising=False)
-    copy = changed("ppo_llm.py", "import torch\n", "import torch  # mine\n", tmp_path / "x.py")
-    for path, file, error in (
-        (copy, "tests/test_site.py", "takes no copy of ppo_llm.py, but these do: .*tests/test_oracle.py"),
-        (ROOT / "benchmarks" / "rewards.py", "tests/test_math.py", "names no changed copy"),
-    ):
-        with pytest.raises(pytest.UsageError, match=error):
-            conftest.pytest_configure(SimpleNamespace(getoption=lambda name, path=path: str(path), args=[file]))
-
-
 # --------------------------------------------------------------------------------------------- compare.py --exact
 
 
@@ -185,17 +171,15 @@ def test_two_runs_are_the_same_but_for_rounding_or_the_first_difference_is_named
 
     def compared(more, tolerance=1e-4, **others):
         other = write_run(tmp_path / "two", last | {"time/iteration": 9.0} | more, texts | others)
-        return compare.compare_runs(one, other, tolerance), capsys.readouterr().out.replace(f"{tmp_path}/", "")
+        return compare.compare_runs(one, other, tolerance), capsys.readouterr().out.partition(":\n")[0]
 
     rounded = {"kl/mean": -2.1215e-4, "actor/loss": 0.50004}
     assert compared(rounded) == (0, "the same: 2 lines of metrics, 3 rows of completions in 2 files\n")
-    row = "metrics.jsonl (iteration 1), row 2,"
-    sampled = "completions/step_000001.jsonl (iteration 1), row"
     for (code, console), said in (
-        (compared(rounded, tolerance=1e-5), f"{row} actor/loss:\n    0.5  in one\n    0.50004  in two\n"),
-        (compared({"actor/loss": float("nan")}), f"{row} actor/loss:\n    0.5  in one\n    nan  in two\n"),
-        (compared({"actor/loss": 1, "kl/mean": 1}, eval_000001=["x"]), f"{row} kl/mean:\n"),
-        (compared({"actor/loss": 1}, step_000001=["c", "d "]), f"{sampled} 2, response:\n    'd'  in one\n    'd '"),
-        (compared({}, step_000001=["c"]), f"{sampled} 2, number of rows:\n    2  in one\n    1  in two\n"),
+        (compared(rounded, tolerance=1e-5), "row 2, actor/loss"),
+        (compared({"actor/loss": float("nan")}), "row 2, actor/loss"),
+        (compared({"actor/loss": 1, "kl/mean": 1}, eval_000001=["x"]), "row 2, kl/mean"),
+        (compared({"actor/loss": 1}, step_000001=["c", "d "]), "row 2, response"),
+        (compared({}, step_000001=["c"]), "row 2, number of rows"),
     ):
-        assert code == 1 and console.startswith(said), console
+        assert code == 1 and console.endswith(said), console

@@ -197,23 +197,6 @@ def test_each_variant_trains_on_two_ranks(script, folder):
     check_metrics(train_by_two({name: variants.patched(name) for name in names}, flags, folder))
 
 
-STACKS = "cispo replay", "dapo entropy_tokens", "vc_ppo value_clip fp16"  # fp16 is of the other script
-
-
-def test_variants_stack(folder):
-    """Each change in the file of those before it, and they train."""
-    texts, flags = {}, {}
-    for stack in STACKS:
-        first, *others = stack.split()
-        text = variants.patched(first)
-        for name in others:
-            text, conflicts = variants.merged(text, script_of(name).read_text(), variants.patched(name))
-            assert conflicts == 0, (stack, name)
-        name = stack.replace(" ", "_")
-        texts[name], flags[name] = text, flags_of(folder, *stack.split(), total_iterations=1)
-    check_metrics(train_by_two(texts, flags, folder))
-
-
 # Those whose change crosses ranks or deals out rows, and how far metrics may be apart. Of one test row rank 1 has none.
 BY_TWO = [
     ("dapo", 2e-3, {"reward": "binary", "max_draws": 8}),

@@ -11,7 +11,7 @@ import torch
 from conftest import make_model, read_rows
 from ranks import load_script
 from test_variants import ROOT, SOME_END, folder, losses_of, resumed, told_otherwise, train, variant  # noqa: F401
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 # ruff: noqa: F811 (fixtures)
 
@@ -152,19 +152,17 @@ def test_cov_holds_back_the_highest_covariances(kind, variant, train, spy):
     covariance, threshold = algo.token_covariances(logprobs, signs, everywhere, 0.5)
     assert covariance.tolist() == [[1.5, 0.5], [0.5, 1.5]] and threshold == pytest.approx(1.5 - 1e-5)
     assert algo.token_covariances(logprobs, -signs, everywhere, 1.0)[1] == 0  # never one that raises the entropy
-    plain, used, shares = spy(algo, "group_advantages"), spy(algo, "policy_loss"), spy(algo, "aggregate")
+    packs, found = spy(algo, "pack"), spy(algo, "token_covariances")
+    used, shares = spy(algo, "policy_loss"), spy(algo, "aggregate")
     train("cov", **ONE_PASS, ppo_epochs=2, lr=1e-2, cov=kind, cov_share=0.1, cov_kl_coef=0.7)
+    ((order, _),) = packs[0][1]  # of the rows in the only micro-batch
+    (_, whole, *_), (covariance, threshold) = found[0]
     (new, old, given, mask, _), losses = used[1]  # of the second epoch
-    extra = (shares[1][0][0] - losses[0])[mask]
-    if kind == "kl":
-        covariance, threshold = algo.token_covariances(old, given, mask, 0.1)
-        penalty = 0.7 * (covariance > threshold) * (new - old).abs()
-        assert torch.allclose(extra, penalty[mask], atol=1e-6) and penalty.count_nonzero() > 0.09 * mask.sum()
-    else:
-        (_, old, given, actions, _), _ = used[-1]  # for the log: the whole batch
-        whole = torch.where(actions[0], plain[0][1][:, None], 0)
-        covariance, threshold = algo.token_covariances(old, whole, actions[0], 0.1)
-        assert torch.equal(given, torch.where(covariance > threshold, 0, whole)) and not extra.any()
+    high, whole = (covariance > threshold)[order], whole[order]
+    assert torch.equal(given, torch.where(high, 0, whole) if kind == "clip" else whole)
+    extra = 0.7 * high * (new - old).abs() if kind == "kl" else torch.zeros_like(new)
+    assert torch.allclose((shares[1][0][0] - losses[0])[mask], extra[mask], atol=1e-6)
+    assert high.sum() > 0.09 * mask.sum()
 
 
 def test_entropy_tokens_gives_the_others_no_advantage(variant, train, spy):
@@ -173,15 +171,12 @@ def test_entropy_tokens_gives_the_others_no_advantage(variant, train, spy):
     by_hand = torch.tensor([0.1, 0.9, 0.5, 0.5 + 1e-6, 0.5 - 1e-6, 0.3, 0.2, 0.0, 0.0, 0.0])
     chosen = [int((by_hand >= algo.entropy_threshold(by_hand, share)).sum()) for share in (0.0, 0.12, 0.3, 0.5, 1.0)]
     assert chosen == [1, 4, 4, 5, 10]  # equal ones are chosen together
-    passes, found = spy(algo.Policy, "forward"), spy(algo, "entropy_threshold")
-    used, shares = spy(algo, "policy_loss"), spy(algo, "aggregate")
+    found, used, shares = (spy(algo, name) for name in ("entropy_threshold", "policy_loss", "aggregate"))
     train("entropy_tokens", **ONE_PASS, entropy_share=0.3)
     (((entropy, _), threshold),) = found
     (_, _, advantages, mask, _), _ = used[-1]
     assert torch.equal(advantages[mask[0]] != 0, entropy >= threshold)
     assert 0.3 <= (entropy >= threshold).float().mean() < 0.4
-    (_, _, actions), (_, entropies) = passes[0]
-    assert torch.equal(entropy.sort().values, entropies[actions].sort().values)
     (_, trained, _, num_tokens, *_), _ = shares[0]
     assert trained.sum() == num_tokens == len(entropy)
 
@@ -272,29 +267,20 @@ def test_kl_gradient_has_the_value_of_one_kind_and_the_gradient_of_the_kl(varian
 
 
 def test_muon_moves_matrices_by_orthogonal_ones(variant, train):
-    """2502.16982: each singular value goes through the polynomial five times. Against torch's Muon, which computes in
-    bfloat16, and for a bias and an embedding AdamW."""
-    algo, sizes = variant("muon"), torch.tensor([4.0, 2.0, 1.0])
-    u, v = (torch.linalg.qr(torch.randn(n, 3)).Q for n in (5, 3))
-    found, s = u.T @ algo.orthogonal(u * sizes @ v.T) @ v, sizes / sizes.norm()
-    for _ in range(5):
-        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
-    assert torch.allclose(found, s.diag(), atol=1e-5) and s.min() > 0.6 and s.max() < 1.3
+    """2502.16982, against torch's Muon, which computes in bfloat16. A bias and an embedding have AdamW."""
     ours = torch.nn.ModuleDict({"layer": torch.nn.Linear(3, 5), "embed": torch.nn.Embedding(4, 3)})
     theirs = copy.deepcopy(ours)
-    options = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw", "lr": 0.1, "weight_decay": 0.0}
-    rest = torch.optim.AdamW([theirs["layer"].bias, theirs["embed"].weight], lr=0.1, weight_decay=0.0)
-    steps = [algo.make_optimizer(ours), torch.optim.Muon([theirs["layer"].weight], **options), rest]
-    for group in steps[0].param_groups:
-        group["lr"] = 0.1
-    for _ in range(3):
-        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+    options = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw", "lr": 1e-3, "weight_decay": 0.0}
+    rest = torch.optim.AdamW([theirs["layer"].bias, theirs["embed"].weight], weight_decay=0.0)  # lr: 1e-3
+    steps = [variant("muon").make_optimizer(ours), torch.optim.Muon([theirs["layer"].weight], **options), rest]
+    for _ in range(30):
+        for one, other in zip(ours.parameters(), theirs.parameters()):
             one.grad = torch.randn_like(one)
             other.grad = one.grad.clone()
         for optimizer in steps:
             optimizer.step()
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.allclose(one, other, atol=5e-3 if one.shape == (5, 3) else 1e-6)
+        assert torch.allclose(one, other, atol=2e-4 if one.shape == (5, 3) else 1e-7)
     resumed(train, "muon", 2, save_every=2)
 
 
@@ -382,20 +368,20 @@ def test_vine_credits_a_step_with_what_it_changed_in_the_value(train, variant, s
     train("vine", total_iterations=1, vine_step="[a-m]", vine_rollouts=2, **SOME_END)
     ((_, tokenizer, _, responses), results), ((*_, completions), completed) = scored
     (raw, mask), _ = whitened[0]
-    ends = zip(completions, [result["score"] for result in completed], itertools.chain(*asked[1:]))
+    ends = zip(itertools.chain(*asked[1:]), completions, [result["score"] for result in completed])
     for response, result, gains, valid in zip(responses, results, raw, mask):
         texts = tokenizer.batch_decode([[token] for token in response.ids])
-        states = []  # of each token, the value where its step begins
-        for i in range(len(texts)):
-            if i == 0 or re.search("[a-m]", texts[i - 1]):
-                pair = [next(ends), next(ends)]
-                assert all(end.ids[:i] == response.ids[:i] and len(end.ids) <= 32 for end, *_ in pair)
-                assert all(prompt[len(prompt) - i :] == response.ids[:i] for *_, prompt in pair)
-            states.append((i == 0 or re.search("[a-m]", texts[i - 1]), statistics.mean(score for _, score, _ in pair)))
-        after = result["score"]
-        for i in reversed(range(len(texts))):
-            assert gains[valid][i].item() == pytest.approx(after - states[i][1], abs=1e-6)
-            after = states[i][1] if states[i][0] else after
+        starts = [i for i in range(len(texts)) if i == 0 or re.search("[a-m]", texts[i - 1])]
+        values = []
+        for i in starts:
+            (prompt, one, a), (same, two, b) = next(ends), next(ends)
+            before = response.ids[:i]
+            assert one.ids[:i] == two.ids[:i] == before and prompt == same and prompt[len(prompt) - i :] == before
+            assert max(len(one.ids), len(two.ids)) <= 32
+            values.append((a + b) / 2)
+        changes = torch.tensor([*values, result["score"]]).diff()
+        lengths = torch.tensor([*starts, len(texts)]).diff()
+        assert torch.allclose(gains[valid], changes.repeat_interleave(lengths), atol=1e-6)
     assert next(ends, None) is None and len(completions) > 3 * len(responses)
 
 
@@ -447,32 +433,23 @@ def test_distill_rewards_each_token_with_the_teachers_surprise(variant, train, f
 
 
 def test_self_distill_rates_tokens_after_another_right_answer(variant, train, folder, spy):
-    """Against a pass of its own for each row, whose prompt is written out here; 0 where there is no solution."""
-    algo = variant("self_distill")
-    batches, used = spy(algo, "to_batch"), spy(algo, "policy_loss")
+    """The advantage of a token is what the hint adds to its log-prob, 0 where there is no other right answer."""
+    algo, tokenizer = variant("self_distill"), AutoTokenizer.from_pretrained(folder / "model")
+    batches, passes, used = spy(algo, "to_batch"), spy(algo, "forward_all"), spy(algo, "policy_loss")
     (m,) = train("self_distill", reward="binary", total_iterations=1, max_response_length=8)[1:]
-    ((rows, responses, _), (_, mask, *_)), _ = batches
-    (_, _, advantages, *_), _ = used[-1]  # the last call is for the log: the whole batch
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ((rows, responses, _), (_, mask, *_)), ((hinted, *_), _) = batches
     texts = tokenizer.batch_decode([r.ids for r in responses], skip_special_tokens=True)
-    right = [bool(text) and text[0] < "5" for text in texts]
-
-    def rate(prompt, ids):
-        logprobs = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0]
-
-    taught = 0  # after a right answer to the same prompt, but not the own one
-    for b, (row, response) in enumerate(zip(rows, responses)):
-        others = [j for j in range(b - b % 4, b - b % 4 + 4) if j != b and right[j]]
-        taught += bool(others)
-        expected = torch.zeros(len(response.ids))
-        if others:
-            hint = f"\nCorrect solution:\n\n{texts[others[0]]}\n\nCorrectly solve the original question."
-            asked = row["input_ids"] + tokenizer(hint, add_special_tokens=False)["input_ids"]
-            expected = rate(asked, response.ids) - rate(row["input_ids"], response.ids)
-        assert torch.allclose(advantages[b][mask[b]], expected, atol=1e-4)
-    assert 0 < taught < 16 and m["teacher/taught_frac"] == taught / 16
+    taught = torch.zeros(16, 1)
+    for b, row in enumerate(rows):
+        others = [texts[j] for j in range(b - b % 4, b - b % 4 + 4) if j != b and texts[j] and texts[j][0] < "5"]
+        hint = f"\nCorrect solution:\n\n{others[0]}\n\nCorrectly solve the original question." if others else ""
+        assert hinted[b]["input_ids"] == row["input_ids"] + tokenizer(hint, add_special_tokens=False)["input_ids"]
+        taught[b] = bool(others)
+    (_, old), *_, ((*_, hinted_mask), rated) = passes
+    (_, _, advantages, *_), _ = used[-1]  # the last call is for the log: the whole batch
+    gaps = (rated[hinted_mask] - old[mask]) * taught.expand_as(mask)[mask]
+    assert torch.allclose(advantages[mask], gaps)
+    assert 0 < taught.sum() < 16 and m["teacher/taught_frac"] == taught.mean()
 
 
 # --- which prompts and responses count

@@ -265,16 +265,14 @@ def test_top_p_cuts_the_tail_in_training_only(variant, train):
 
 
 def test_pass_at_k_is_the_expected_best_of_k_and_a_vote(variant, train, tmp_path):
-    """Against all choices of k samples; and of a run, each line of its completions."""
+    """Against all choices of k of the samples in a run's completions."""
     algo = variant("pass_at_k")
 
     def best(scores, k):
         return torch.stack([scores[:, list(choice)].amax(1) for choice in itertools.combinations(range(6), k)]).mean(0)
 
-    scores = torch.randn(5, 6)
-    assert all(torch.allclose(algo.best_of(scores, k), best(scores, k), atol=1e-5) for k in range(1, 7))
-    texts = ["so #### 1,234", "#### 7", "well #### 1234.0", "#### $1234"]  # three of the same number
-    votes = [{"response": text, "score": score} for text, score in zip(texts, [1.0, 0.0, 1.0, 1.0])]
+    texts = ["#### 7", "so #### 1,234", "well #### 1234.0", "#### $1234"]  # three of the same number
+    votes = [{"response": text, "score": score} for text, score in zip(texts, [0.0, 1.0, 1.0, 1.0])]
     assert algo.majority_score(votes) == 1
     (_, m) = train("pass_at_k", eval_rows=5, eval_samples=6, total_iterations=1, run_name="run")
     rows = read_rows(tmp_path / "run" / "completions" / "eval_sampled_000001.jsonl")
@@ -282,7 +280,8 @@ def test_pass_at_k_is_the_expected_best_of_k_and_a_vote(variant, train, tmp_path
     assert len(groups) == 5 and all(len({row["response"] for row in group}) > 3 for group in groups)
     scores = torch.tensor([[row["score"] for row in group] for group in groups])
     assert m["eval/score_sampled"] == pytest.approx(scores.mean().item(), abs=1e-6)
-    assert m["eval/pass@2"] == pytest.approx(best(scores, 2).mean().item(), abs=1e-6) and "eval/pass@8" not in m
+    for k in 2, 4:
+        assert m[f"eval/pass@{k}"] == pytest.approx(best(scores, k).mean().item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("flags", [{}, pytest.param({"lora_rank": 2}, marks=pytest.mark.slow)], ids=["whole", "lora"])
@@ -351,12 +350,9 @@ def test_vllm_gets_the_newest_weights_and_is_corrected_for(variant, train, monke
 def test_shared_prompt_gives_the_same_gradients(variant, folder):
     """In rows of a prompt and all its responses; two prompts are equal but for the last token."""
     algo, plain = variant("shared_prompt"), load_script(ROOT / "grpo_llm.py")
-    stream = torch.Generator().manual_seed(3)
-    draw = lambda n: torch.randint(3, 40, (n,), generator=stream).tolist()  # noqa: E731
-    prompts = [draw(n) for n in (7, 7, 1, 12)]
-    prompts[1][:6] = prompts[0][:6]
+    prompts = [5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 10, 12], [9], [*range(20, 32)]
     rows = [{"input_ids": prompt} for prompt in prompts for _ in range(4)]
-    responses = [plain.Response(draw(n), [0.0] * n, False) for n in (1, 5, 9, 3) * 4]
+    responses = [plain.Response([*range(3 + i, 3 + i + n)], [0.0] * n, False) for i, n in enumerate((1, 5, 9, 3) * 4)]
     tokens, mask, _, _ = plain.to_batch(rows, responses, "cpu")
     found = []
     for script in plain, algo:

@@ -3,22 +3,13 @@
 pytest tests/test_vllm.py -n 0
 """
 
-import re
 from importlib.metadata import packages_distributions
 
 import pytest
 from conftest import ROOT, launch, read_metrics, read_rows, variants
-from ranks import run_script
 
 FLAGS = {"batch_size": 8, "minibatch_size": 32, "eval_rows": 33, "max_response_length": 16, "lr": 2e-3, "track": "none"}
 FLAGS |= {"total_iterations": 2, "eval_every": 0, "save_every": 0}
-
-
-def test_without_vllm_one_sentence_says_what_to_install(tmp_path):
-    (tmp_path / "vllm_llm.py").write_text(variants.patched("vllm"))
-    (tmp_path / "vllm.py").write_text("raise ModuleNotFoundError('No module named vllm')")
-    code, console = run_script(tmp_path / "vllm_llm.py", ["--help"], 1)
-    assert code != 0 and re.fullmatch(r"No module named vllm: .* pip install vllm .*\n", console), console
 
 
 @pytest.mark.skipif("vllm" not in packages_distributions(), reason="vLLM is not installed: see notes/run/speed.md")
