@@ -12,7 +12,7 @@ if (location.protocol === "file:") window.Worker = class extends EventTarget {
   }
 }
 // A flag is searched as it is written (lunr takes a dash for "not"), and other words than ours as ours.
-const ours = {oom: "memory", node: "machines", "multi-node": "machines", multinode: "machines"}
+const ours = {oom: "memory", node: "machines", nodes: "machines", "multi-node": "machines", rewards: "reward", zero: "0"}
 const translate = text => text.replace(/\S+/g, word => ours[word.toLowerCase()] ?? word.replace(/^-+(.*)/, "$1 $1^9"))
 window.Worker = new Proxy(Worker, {construct(Worker, [url]) {
   const worker = new Worker(url), post = worker.postMessage.bind(worker)
