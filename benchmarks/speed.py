@@ -6,8 +6,8 @@
     python benchmarks/speed.py table        tables of everything measured so far
 
 TRL needs an environment of its own (`pip install trl`), in which this file runs, too; without --trl only ours are
-measured. Beside its GRPOTrainer stands grpo_llm.py. The PPOTrainer that we compared with in version 0.4 left TRL after
-1.12.0.
+measured. Beside its GRPOTrainer stands grpo_llm.py. PPOTrainer left TRL after 1.12.0; benchmarks/peers.py of commit
+133d37b runs it.
 
 All contenders take turns, round by round, on the embedded model and two processes. In a round, we take each contender's
 median over the iterations after the warm-up, and their ratios; the number we report is the median of these ratios over
@@ -148,6 +148,9 @@ def make_trainer(task, record, config, callbacks):
         max_steps=task["steps"] * task["iterations"],
         beta=BETA,
         loss_type="grpo",
+        use_transformers_continuous_batching=task["continuous"],
+        # On a CPU the engine would size its cache by the memory of the machine, in each process.
+        transformers_continuous_batching_config={"page_size": 32, "num_blocks": 512, "max_batch_tokens": 2048},
         **config,
     )
     trainer = trl.GRPOTrainer(
@@ -162,10 +165,10 @@ def make_trainer(task, record, config, callbacks):
     return trainer
 
 
-def run_trl(python, task, folder):
+def run_trl(python, task, folder, continuous=False):
     """As run_ours, by TRL in that environment."""
     place = folder / f"task-{time.time_ns()}.json"
-    place.write_text(json.dumps(task))
+    place.write_text(json.dumps(task | {"continuous": continuous}))
     command = common.launcher(2, Path(__file__).resolve(), "inside", place, python=python)
     try:
         common.run(command, HF_HUB_OFFLINE="1")
@@ -198,16 +201,19 @@ def take_turns(what, runs, args, **about):
 
 def iteration(args, folder):
     task = make_task(folder, args.steps, args.iterations)
-    runs = {"GRPO ours": functools.partial(run_ours, "grpo_llm", GROUPED, task, folder)}
-    for name in "shared_prompt", "bypass":
-        path = folder / name / "grpo_llm.py"
-        path.parent.mkdir()
-        words = [ROOT / "notes" / "variants.py", "apply", name, path, "--on", ROOT / "grpo_llm.py"]
-        common.run([sys.executable, *words])
-        runs[f"GRPO ours, {name}"] = functools.partial(run_ours, "grpo_llm", GROUPED, task, folder, path.parent)
+    runs = {}
+    for script, flags, variants in ("grpo_llm", GROUPED, ["shared_prompt", "bypass"]), ("ppo_llm", SINGLE, ["bypass"]):
+        ours = f"{script[:-4].upper()} ours"
+        runs[ours] = functools.partial(run_ours, script, flags, task, folder)
+        for name in variants:
+            path = folder / name / f"{script}.py"
+            path.parent.mkdir(exist_ok=True)
+            words = [ROOT / "notes" / "variants.py", "apply", name, path, "--on", ROOT / f"{script}.py"]
+            common.run([sys.executable, *words])
+            runs[f"{ours}, {name}"] = functools.partial(run_ours, script, flags, task, folder, path.parent)
     if args.trl:
         runs["GRPO TRL"] = functools.partial(run_trl, args.trl, task, folder)
-    runs["PPO ours"] = functools.partial(run_ours, "ppo_llm", SINGLE, task, folder)
+        runs["GRPO TRL, continuous batching"] = functools.partial(run_trl, args.trl, task, folder, continuous=True)
     take_turns("iteration", runs, args, steps=args.steps)
 
 
