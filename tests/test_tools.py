@@ -80,13 +80,6 @@ def test_the_list_has_each_once_by_what_it_changes_and_fits_a_screen(call):
     assert len(lines) <= 60 and max(map(len, lines)) <= 120
 
 
-def test_the_published_patches_are_in_a_group():
-    """One that is in none would be somebody's own, which no test looks at."""
-    tracked = subprocess.run(["git", "ls-files", "notes/variants"], cwd=ROOT, capture_output=True, text=True).stdout
-    patches = [Path(path).stem for path in tracked.split() if path.endswith(".patch")]
-    assert variants.names() == sorted(patches) or not tracked
-
-
 def test_variants_stack_and_conflicts_are_named(call):
     assert call("apply", "cispo") == (0, "wrote cispo_llm.py: grpo_llm.py + cispo\n")
     parents = "grpo_llm.py + cispo + replay"
