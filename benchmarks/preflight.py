@@ -178,6 +178,7 @@ def rewards(script, reward, tokenizer, rows, test_rows):
         print(f"ok    reward of answers to the first {kind} row: {found}, {time.perf_counter() - started:.2f} s")
         right, *others = [result["score"] for result in results]
         look(row["answers"] and right <= max(others), "the reward cannot tell right (the reference answer) from wrong")
+        look(others[1] >= max(right, *others), "an empty answer gets as much as any other")
 
 
 def log_probs(args, script, model, shell, eos_ids, rows, no_model):

@@ -106,8 +106,6 @@ def read_run(folder, name, tokenizer_name):
     rows = read_lines(folder / "metrics.jsonl")
     resumes = read_resumes(folder)
     notes = [f"resumed at iteration {step}. Flags changed: {', '.join(changed) or 'none'}" for step, changed in resumes]
-    if args.get("resume") and not resumes:
-        notes.append("its last start had --resume, but no TensorBoard file tells of an iteration where it went on")
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
     metrics = {x: [row.get(x) if math.isfinite(row.get(x) or 0) else None for row in rows] for x in names}
     files = []

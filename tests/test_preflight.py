@@ -102,6 +102,7 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "needs": (mine("[1.0] * len(answers)", ", level"), MINE, "stop: the reward needs {'level'}"),
     "exit": (mine("exit()"), MINE, "stop: the reward function has ended the program"),
     "equal": (mine("[1.0] * len(answers)"), MINE, "look: the reward cannot tell right"),
+    "empty": (mine("[1.0] * len(answers)"), f"{MINE} --answer-column None", "look: an empty answer gets as much"),
     "batch": (None, "--batch-size 7", "make no minibatches of 64: nearest are --batch-size 7 --minibatch-size 7"),
     "temperature": (None, "--temperature 0", "stop: --temperature 0 divides by zero"),
     "fsdp": (lambda: write("accelerate.yaml", "distributed_type: FSDP"), "", "asks for ['FSDP']"),
