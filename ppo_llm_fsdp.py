@@ -455,7 +455,7 @@ def main(args: Args):
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
         accelerator.print(
             f"the trained model is in {run_dir}/final; the best greedy score, {state['best_score']:.3f}, came after "
-            f"iteration {state['best_iteration']} ({run_dir}/best, unless that is 0)\n"
+            f"iteration {state['best_iteration']} ({run_dir}/best, which is not there if that is 0)\n"
             f"what it wrote, token by token: python benchmarks/view.py {run_dir}"
         )
     if args.track == "tensorboard":
