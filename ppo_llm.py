@@ -208,7 +208,8 @@ def main(args: Args):
 
     # A checkpoint holds `trainees` and this dictionary: put in here what else must survive a restart. Only rank 0 saves
     # it, so it must be the same on all ranks. A key that the checkpoint lacks keeps the value given here.
-    state = {"iteration": 0, "prompts": 0, "best_score": -math.inf, "best_iteration": 0}
+    best = f"best score by {args.reward} on {args.eval_dataset}"  # with another reward, best/ starts anew
+    state = {"iteration": 0, "prompts": 0, best: -math.inf, "best_iteration": 0}
     if checkpoint_path:
         state |= load_checkpoint(checkpoint_path, trainees)
     first_iteration = state["iteration"] + 1
@@ -220,11 +221,11 @@ def main(args: Args):
         f"{Path(__file__).name}: {world_size} process(es) on {device.type}, {'bfloat16' if bf16 else 'float32'}\n"
         f"  policy     {args.model}: {policy_model.num_parameters():,} parameters, lr {args.lr}, EOS ids {eos_ids}\n"
         f"  critic     {args.critic_model or args.model}, lr {args.critic_lr}\n"
-        f"  KL         to the reference: {args.kl_reward_coef} in the reward, {args.kl_loss_coef} in the loss\n"
+        f"  reward     {args.reward}; KL penalty: {args.kl_reward_coef} in it, {args.kl_loss_coef} in the loss\n"
         f"  train      {train_summary}; the first ends in {train_rows[0]['prompts'][-60:]!r}\n"
         f"  eval       {test_summary}; the first {len(test_rows)} are evaluated\n"
         f"  batch      {args.batch_size} responses, minibatches of {args.minibatch_size}, {args.ppo_epochs} epoch(s)\n"
-        f"  run folder {run_dir}, from iteration {first_iteration}"
+        f"  run folder {run_dir}, from iteration {first_iteration}; Ctrl-C saves at the iteration's end, if within 30 s"
     )
 
     def rollout(rows, uniforms, temperature):
@@ -257,7 +258,7 @@ def main(args: Args):
     if not checkpoint_path:  # before training
         metrics = evaluate(0, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
         log(0, metrics, run_dir, accelerator)
-        state["best_score"] = metrics.get("eval/score", -math.inf)  # a best model must beat the one we started from
+        state[best] = metrics.get("eval/score", -math.inf)  # a best model must beat the one we started from
     signals = catch_signals()
 
     for iteration in range(first_iteration, args.total_iterations + 1):
@@ -413,8 +414,8 @@ def main(args: Args):
             write_completions(run_dir, f"step_{iteration:06d}", rows, results, accelerator)
         if evaluated:
             metrics |= evaluate(iteration, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
-            if metrics.get("eval/score", -math.inf) > state["best_score"]:
-                state |= {"best_score": metrics["eval/score"], "best_iteration": iteration}
+            if metrics.get("eval/score", -math.inf) > state[best]:
+                state |= {best: metrics["eval/score"], "best_iteration": iteration}
                 save_models(run_dir / "best", trainees, tokenizer, accelerator)
         log(iteration, metrics, run_dir, accelerator)
         stop = gather_object(signals)  # a signal on any rank stops them all
@@ -431,7 +432,7 @@ def main(args: Args):
     elif args.total_iterations:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
         accelerator.print(
-            f"the trained model is in {run_dir}/final; the best greedy score, {state['best_score']:.3f}, came after "
+            f"the trained model is in {run_dir}/final; the best greedy score, {state[best]:.3f}, came after "
             f"iteration {state['best_iteration']} ({run_dir}/best, which is not there if that is 0)\n"
             f"what it wrote, token by token: python benchmarks/view.py {run_dir}"
         )
@@ -763,7 +764,7 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     tokens = torch.zeros_like(uniforms, dtype=torch.long)  # (B,T)
     logprobs = torch.zeros_like(uniforms, dtype=torch.float32)  # (B,T)
     slots = torch.arange(len(uniforms), device=uniforms.device)  # the response that each row of the batch belongs to
-    alive = torch.ones_like(slots).bool()
+    alive = slots >= 0  # all of them
     eos = slots.new_tensor(eos_ids)
     cache = transformers.DynamicCache(config=model.config)
     model.eval()  # in train mode, gradient checkpointing would switch the KV cache off

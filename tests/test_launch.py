@@ -41,9 +41,9 @@ def test_the_console_says_what_runs(script, launched):
     run_dir, console = launched
     console = re.sub(r"(?m)^(\[Gloo\].*|.*TypedStorage is deprecated.*\n.*)\n", "", console)  # torch 2.9, of itself
     block, _, after = console[console.index(f"{script.name}: 2 process(es) on cpu, float32") :].partition("run folder ")
-    assert len(block.splitlines()) <= 10 and console.count(f"{script.name}: ") == 1
+    assert len(block.splitlines()) <= 10 and console.count(f"{script.name}: ") == 1 and " gsm8k; KL " in block
     assert "EOS ids [1]" in block and "4000 rows, 4000 distinct, 0 left out; the first ends in '" in block
-    expected = [re.escape(f"{run_dir}, from iteration 1"), f"iteration 0: {EVALUATED}", f"iteration 1/1: {PROGRESS}"]
+    expected = [f"{run_dir}, from iteration 1; Ctrl-C .*", f"iteration 0: {EVALUATED}", f"iteration 1/1: {PROGRESS}"]
     expected += [f"iteration 1: {EVALUATED}", f".* {run_dir}/final; .*", f".*: python benchmarks/view.py {run_dir}"]
     expected += [f".*: tensorboard --logdir {run_dir.parent}"]
     lines = after.splitlines()

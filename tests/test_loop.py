@@ -131,8 +131,8 @@ def scripted(algo, monkeypatch):
 BEST = {"eval_rows": 2, "eval_every": 1, "lr": 1e-2}
 
 
-def test_the_best_is_kept(toy_run, algo, spy, scripted, capsys):
-    """Better than before training and than all since, also before a restart. A tie is no improvement."""
+def test_the_best_is_kept(toy_run, algo, spy, scripted, capsys, toy_reward):
+    """Better than before training and than all since by this reward, also before a restart. A tie is no improvement."""
     flags = BEST | {"run_name": "mine", "resume": True, "save_every": 1}
     saves = spy(algo, "save_models", lambda path, *rest: (path.name, len(read_metrics(path.parent))))
     removals = spy(algo.shutil, "rmtree", lambda folder, **options: sorted(p.name for p in folder.parent.glob("[bu]*")))
@@ -151,9 +151,10 @@ def test_the_best_is_kept(toy_run, algo, spy, scripted, capsys):
     assert removals[:2] == [["best"], ["best", "unfinished"]] and not list(run_dir.rglob("unfinished"))
     last, final = ((run_dir / name / "model.safetensors").read_bytes() for name in ("best", "final"))
     assert len({best, last, final}) == 3 and not (run_dir / "best" / "left").exists()
-    sentence = f"; the best greedy score, 0.700, came after iteration 5 ({run_dir}/best, "
-    sentence += "which is not there if that is 0)\n"
-    assert f"the trained model is in {run_dir}/final{sentence}" in capsys.readouterr().out
+    assert f"greedy score, 0.700, came after iteration 5 ({run_dir}/best, " in capsys.readouterr().out
+    scripted([0.1])  # by a reward that is another by its name
+    toy_run(total_iterations=7, **flags | {"reward": toy_reward.replace("toy_r", "./toy_r")})
+    assert "score, 0.100, came after iteration 7" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------- a researcher's copy, and import-and-patch
