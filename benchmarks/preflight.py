@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from unittest import mock
@@ -158,7 +159,8 @@ def data(run, args, script, processes, model, shell, tokenizer, dataset, eval_da
     ours = tokenizer(texts, add_special_tokens=False)["input_ids"]
     wrong = [x for x, ids in zip(texts, ours) if original.encode(x, add_special_tokens=False).ids != ids]
     finding = look if wrong == texts[-1:] else stop  # data without such texts do no harm
-    finding(wrong, f"tokenizer.json has other ids for {len(wrong)} texts: set tokenizer_class to TokenizersBackend")
+    one = f"{len(wrong)} texts, as {wrong[0][:40]!a}" if wrong else ""
+    finding(wrong, f"tokenizer.json has other ids for {one}: set tokenizer_class to TokenizersBackend")
 
 
 def rewards(script, reward, tokenizer, rows, test_rows):
@@ -211,8 +213,12 @@ def main(arguments=None):
         try:
             if not look(missing, f"{part.__name__}, which needs {', '.join(missing)}", "skip:"):
                 part(**{name: getattr(run, name) for name in names})
-        except (SystemExit, Exception) as error:  # the script's `fail` exits with a sentence
-            stop(True, f"{type(error).__name__}: {error}".removeprefix("SystemExit: error: ")[:400])
+        except SystemExit as error:  # the script's `fail`
+            stop(True, str(error).removeprefix("error: ")[:400])
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            line = f"{Path(place.filename).name}, line {place.lineno}: {place.line}"
+            stop(True, f"{type(error).__name__}: {str(error)[:400]} ({line})")
     return int(bool(STOPS))
 
 
