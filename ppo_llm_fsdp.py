@@ -1073,8 +1073,7 @@ def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
     named["truncated"] = [response.truncated for response in responses]
     parameters = inspect.signature(reward_function).parameters
     if "completions" in parameters and rows[0]["is_chat"]:
-        completions = [[{"role": "assistant", "content": text}] for text in texts]
-        named |= {"prompts": named["messages"], "completions": completions}
+        named |= {"prompts": named["messages"], "completions": [[{"role": "assistant", "content": x}] for x in texts]}
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         named = {name: named[name] for name in parameters if name in named}
     try:
@@ -1082,11 +1081,10 @@ def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
     except SystemExit as error:  # the run would end as if all were well
         fail(f"the reward function has ended the program: exit({error.code!r})")
     columns = returned if isinstance(returned, dict) else {"score": returned}
-    numbers = [*zip(*columns.values(), strict=True)]  # of each response
-    if len(numbers) != len(rows):
-        fail(f"the reward must return numbers for {len(rows)} responses, not for {len(numbers)}: {str(returned)[:300]}")
+    if {hasattr(column, "__len__") and len(column) for column in columns.values()} != {len(rows)}:
+        fail(f"the reward must return numbers for {len(rows)} responses, not {str(returned)[:300]}")
     results = []
-    for row, response, text, values in zip(rows, responses, texts, numbers):
+    for row, response, text, *values in zip(rows, responses, texts, *columns.values()):
         if not all(hasattr(value, "__float__") and math.isfinite(value) for value in values):
             fail(f"the reward must be finite numbers, not {values}, of {text!r} in answer to {row['prompts'][-300:]!r}")
         parts = dict(zip(columns, map(float, values)))
