@@ -193,7 +193,9 @@ def disturbed(what, count, folder, scripts):
             with open(log, "a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
     text = count_kills(common.read_lines(log)) if what == "kills" else list_signals(rows)
-    (RESULTS / f"{what}.md").write_text(text)
+    page = RESULTS / f"{what}.md"
+    _, mark, kept = page.read_text().partition("\n## ")  # what another campaign found
+    page.write_text(text + mark + kept)
     print(text)
 
 
