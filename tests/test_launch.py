@@ -130,7 +130,7 @@ def test_a_callers_file_by_two_processes_is_that_by_one_and_is_kept(script, toy_
     assert texts[0] == texts[1] and len(texts[0]) == 4 * 7 + 2 * 8
 
 
-FINDS = [("[float('inf')] * len(prompts)", r"the reward must be finite numbers, not \(inf,\), of ", 1)]
+FINDS = [("[float('inf')] * len(prompts)", r"the reward must be finite numbers, not \[inf\], of ", 1)]
 FINDS += [("{'other': [0.0] * len(prompts)}", r"the reward must return the same parts .*'other'", 2)]  # both ranks
 
 
