@@ -337,10 +337,11 @@ def main(args: Args):
                     mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb], args.kl_loss_kind)
                     mb_losses = mb_losses + args.kl_loss_coef * mb_kl
                 loss = aggregate(mb_losses, mask[mb], args.loss_agg, num_tokens, num_rows, args.max_response_length)
+                entropy[epoch][mb] = mb_entropy.detach()
+                del mb_entropy  # [14.2] the graph of an entropy that no loss uses would hold the logits of all chunks
                 loss.backward()  # the gradients of micro-batches add up, as each loss is a share of the step's loss
                 actor_loss += loss.detach()
                 new_logprobs[epoch][mb] = mb_logprobs.detach()
-                entropy[epoch][mb] = mb_entropy.detach()
             actor_norms.append(take_step("policy", args.lr * lr_factor))
 
         # Log. Except for memory and time, all numbers are taken over the actions or responses of all ranks, so every
@@ -506,8 +507,7 @@ def place_scores(scores, mask):  # [4.7]
 def constant_groups(scores, group_size):
     """scores (B,) -> (N,) bool: whether all responses of a group have the same score, so nothing can be learned."""
     groups = scores.view(-1, group_size)
-    span = groups.amax(1) - groups.amin(1)
-    return span <= 1e-6 * groups.abs().amax(1).clamp(min=1)
+    return groups.amax(1) - groups.amin(1) <= 1e-6 * groups.abs().amax(1).clamp(min=1)
 
 
 def group_advantages(scores, group_size, estimator):  # [5.12]

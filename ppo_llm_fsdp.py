@@ -366,10 +366,11 @@ def main(args: Args):
                     mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb], args.kl_loss_kind)
                     mb_losses = mb_losses + args.kl_loss_coef * mb_kl
                 loss = aggregate(mb_losses, mask[mb], args.loss_agg, num_tokens, num_rows, args.max_response_length)
+                entropy[epoch][mb] = mb_entropy.detach()
+                del mb_entropy  # [14.2] the graph of an entropy that no loss uses would hold the logits of all chunks
                 loss.backward()  # the gradients of micro-batches add up, as each loss is a share of the step's loss
                 actor_loss += loss.detach()
                 new_logprobs[epoch][mb] = mb_logprobs.detach()
-                entropy[epoch][mb] = mb_entropy.detach()
             actor_norms.append(take_step("policy", args.lr * lr_factor))
 
         # 7. Critic update.

@@ -104,7 +104,7 @@ def main(args):
             ref_logprobs, _ = reference(tokens, mask)
         if reference is scorer:
             model.enable_adapters()
-        logprobs, _ = scorer(tokens, mask)
+        logprobs = scorer(tokens, mask)[0]
         return (args.dpo_beta * (logprobs - ref_logprobs)).sum(1).chunk(2)
 
     @torch.no_grad()

@@ -110,7 +110,7 @@ def main(args):
         num_tokens, _ = ppo_llm.count_actions(mask)  # of all ranks
         loss = 0
         for mb in ppo_llm.pack(lengths, range(len(rows)), args.microbatch_tokens, device):
-            logprobs, _ = policy(tokens[mb], mask[mb])  # (b,l)
+            logprobs = policy(tokens[mb], mask[mb])[0]  # (b,l)
             share = -logprobs.sum() / num_tokens  # of the step's loss
             share.backward()
             loss += share.detach()
