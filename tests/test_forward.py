@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from conftest import each_script, make_model, make_tokenizer
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -112,15 +113,20 @@ def test_chunks_change_neither_results_nor_gradients(algo, model, spy):
             assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@of_critics
-def test_a_training_pass_keeps_no_cache(algo, model, critic):
-    """Keys and values are for sampling: here they would only hold memory."""
-    passes, batch = [], make_batch(algo)
-    for network in model, critic.model:
-        network.base_model.register_forward_hook(lambda module, inputs, output: passes.append(output))
-    algo.Policy(model, 1.0)(*batch), critic(*batch)
-    # Of the policy twice, as its head is the model's own pass over what the backbone has returned.
-    assert [output.past_key_values for output in passes] == [None, None, None]
+def test_one_chunk_of_logits_at_a_time(algo, toy_run, monkeypatch):
+    """In the update, too: the graph of an entropy that no loss uses would hold what is computed again for it."""
+    made, alive, log_softmax = [], [], torch.Tensor.log_softmax
+
+    def watched(logits, dim):
+        result = log_softmax(logits, dim)
+        made.append(StorageWeakRef(result.untyped_storage()))
+        alive.append(sum(not storage.expired() for storage in made))
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "log_softmax", watched)
+    monkeypatch.setattr(algo.Policy, "chunk_elements", property(lambda _: 1, lambda *_: None), raising=False)
+    toy_run(total_iterations=1)
+    assert len(alive) > 200 and max(alive) == 1
 
 
 @of_critics

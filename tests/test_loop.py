@@ -18,16 +18,6 @@ PPO = "ppo_llm", "ppo_llm_fsdp"
 # ------------------------------------------------------------------------------------------------------- identities
 
 
-@each_script()
-@pytest.mark.parametrize("flags", [{"temperature": 0.5}, {"lora_rank": 4}])
-def test_nothing_moves_without_a_learning_rate(algo, toy_run, flags):
-    rates = {"lr": 0.0} | ({"critic_lr": 0.0} if hasattr(algo, "Critic") else {})
-    _, (_, m) = toy_run(total_iterations=1, ppo_epochs=2, **rates, **flags)
-    assert m["actor/ratio_mean"] == m["actor/ratio_max"] == 1 and m["actor/clipfrac"] == m["actor/approx_kl"] == 0
-    assert m["rollout/logprob_diff"] < 1e-5 and all(m[name] > 0 for name in m if name.endswith("grad_norm"))
-    assert m["kl/mean"] == 0  # the reference is the policy, by the same passes
-
-
 @each_script("ppo_llm")
 def test_sampling_noise_belongs_to_the_row_and_the_iteration(toy_run, spy, algo):
     calls = spy(algo, "generate")
