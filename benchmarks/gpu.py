@@ -151,7 +151,8 @@ def profile_decoding(result, model_folder, rows, steps, lora_rank):
         step = (all_ - three) / steps
         row = {"sampler": name + ", LoRA" * bool(lora_rank), "rows": rows, "step, ms": 1000 * step}
         row["capture, ms"] = 1000 * (three - two - step) if graphs.capturing and name == "graphs" else ""
-        spent = [(more - less) / steps for more, less in zip(count(generate, 3 + steps), count(generate, 3))]
+        few = min(8, steps)  # the profiler takes seconds for each step
+        spent = [(more - less) / few for more, less in zip(count(generate, 3 + few), count(generate, 3))]
         if not torch.cuda.is_available():
             spent = ["needs a GPU"] * 3
         row |= dict(zip(("launches", "waits", "GPU busy, ms"), spent))
@@ -395,8 +396,9 @@ policy and reference. "rows / tokens" are `--rollout-batch-size` and `--microbat
 recommends for this card (with `--small` they are fixed); gc: with `--gradient-checkpointing`. The forecast is that of
 `notes/memory.py`, too. The peak of memory and logprob_diff (sampler against training pass) are the largest of any
 iteration, which has {} responses of {} tokens (`sampling`: {} of {}; `sizes`: {} of {} with the prompt). On a GPU, two
-runs with one seed need not be equal. `decoding`: a step is the mean of 32; the capture is what the graph costs once for
-each size of the batch; in bfloat16, greedy rows may differ where two tokens are nearly as likely."""
+runs with one seed need not be equal. `decoding`: seconds of a step are the mean of 32, launches of 8; the capture is
+what the graph costs once for each size of the batch; in bfloat16, greedy rows may differ where two tokens are nearly as
+likely."""
 
 
 def write_prompts(folder, length):

@@ -165,7 +165,7 @@ def load_script(path):
 if __name__ == "__main__":
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         sys.exit(__doc__)
-    if not capturing:
+    if not capturing and os.environ.get("RANK", "0") == "0":
         print("graphs.py: without a GPU there are no CUDA graphs, and nothing is gained")
     del sys.argv[0]
     script = load_script(sys.argv[0])
