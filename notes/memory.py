@@ -192,9 +192,6 @@ def decoding(shape, rows, length, bf16=False, sharded=False, lora_rank=0):
     return max(longer, head, rows * shape.vocab * ((2 if bf16 else 4) + 24))
 
 
-# All of it
-
-
 def budget(
     shape,
     processes=1,
