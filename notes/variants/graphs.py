@@ -11,8 +11,8 @@ CUDA graph is a recording of such launches that one call plays back. Two conditi
     `positions = positions + 1`, would leave the graph with the old one.
     Nothing in it may wait for the GPU or copy from the host. A model that does so is decoded without a graph.
 
-The script's `generate` is replaced, and nothing else; its comments are not repeated here. A graph lives for a part of a
-rollout at most: weights stay where they are, but the copies that autocast makes of them are those of one rollout.
+The script's `generate` is replaced, and nothing else; its comments are not repeated here. A graph lives for a call of
+`generate` at most: weights stay where they are, but the copies that autocast makes of them are those of one rollout.
 """
 
 import importlib.util
