@@ -413,8 +413,8 @@ def main(args: Args):
     elif args.total_iterations:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
         accelerator.print(
-            f"the trained model is in {run_dir}/final; the best greedy score, {state[best]:.3f}, came after "
-            f"iteration {state['best_iteration']} ({run_dir}/best, which is not there if that is 0)\n"
+            f"the trained model is in {run_dir}/final; the best greedy score came after iteration "
+            f"{state['best_iteration']} ({run_dir}/best, which is not there if that is 0)\n"
             f"what it wrote, token by token: python benchmarks/view.py {run_dir}"
         )
     if args.track == "tensorboard":
