@@ -75,9 +75,6 @@ def sample(algo, model, prompts, uniforms, eos_ids=(EOS,), temperature=1.0):
     return algo.generate(model, prompts, uniforms, list(eos_ids), temperature)
 
 
-# --- Policy and Critic -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_logprobs_equal_bare_prefixes(algo, model, temperature):
     tokens, mask = make_batch(algo)
@@ -127,6 +124,17 @@ def test_one_chunk_of_logits_at_a_time(algo, toy_run, monkeypatch):
     monkeypatch.setattr(algo.Policy, "chunk_elements", property(lambda _: 1, lambda *_: None), raising=False)
     toy_run(total_iterations=1)
     assert len(alive) > 200 and max(alive) == 1
+
+
+@of_critics
+def test_a_training_pass_keeps_no_cache(algo, model, critic):
+    """Keys and values are for sampling: here they would only hold memory."""
+    passes, batch = [], make_batch(algo)
+    for network in model, critic.model:
+        network.base_model.register_forward_hook(lambda module, inputs, output: passes.append(output))
+    algo.Policy(model, 1.0)(*batch), critic(*batch)
+    # Of the policy twice, as its head is the model's own pass over what the backbone has returned.
+    assert [output.past_key_values for output in passes] == [None, None, None]
 
 
 @of_critics
@@ -199,9 +207,6 @@ def test_a_critic_begins_with_the_head_of_a_classifier(algo, folder, tmp_path):
     assert all(torch.equal(p, backbone[name]) for name, p in critic.model.named_parameters() if "score" not in name)
 
 
-# --- Loading ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "sources, union", [((1, 1, 1), [1]), ((None, 2, [5, 1]), [1, 2, 5]), ((3, [7], None), [3, 7]), ((None,) * 3, [])]
 )
@@ -222,9 +227,6 @@ def test_lora_trains_all_linear_layers_but_the_head(algo, folder):
     for name, p in model.named_parameters():  # B is zero, so that only it has a gradient yet
         assert (p.grad is not None and p.grad.any()) == ("lora_B" in name), name
         assert (name in trained) == ("lora_" in name)
-
-
-# --- generate --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pad_token", ["<pad>", "<eos>", None])
@@ -275,9 +277,6 @@ def test_a_response_does_not_depend_on_the_rows_beside_it(algo, model, spy):
         for response, i in zip(found, part):
             assert response.ids == together[i].ids and response.truncated == together[i].truncated
             assert response.logprobs == pytest.approx(together[i].logprobs, abs=2e-5)
-
-
-# --- draw_prompts, to_batch, pack ------------------------------------------------------------------------------------
 
 
 def test_draw_prompts_is_one_stream(algo):

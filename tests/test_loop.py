@@ -15,7 +15,15 @@ from transformers import AutoModelForSequenceClassification
 
 PPO = "ppo_llm", "ppo_llm_fsdp"
 
-# ------------------------------------------------------------------------------------------------------- identities
+
+@each_script()
+@pytest.mark.parametrize("flags", [{"temperature": 0.5}, {"lora_rank": 4}])
+def test_nothing_moves_without_a_learning_rate(algo, toy_run, flags):
+    rates = {"lr": 0.0} | ({"critic_lr": 0.0} if hasattr(algo, "Critic") else {})
+    _, (_, m) = toy_run(total_iterations=1, ppo_epochs=2, **rates, **flags)
+    assert m["actor/ratio_mean"] == m["actor/ratio_max"] == 1 and m["actor/clipfrac"] == m["actor/approx_kl"] == 0
+    assert m["rollout/logprob_diff"] < 1e-5 and all(m[name] > 0 for name in m if name.endswith("grad_norm"))
+    assert m["kl/mean"] == 0  # the reference is the policy, by the same passes
 
 
 @each_script("ppo_llm")
@@ -48,9 +56,6 @@ def test_gradient_checkpointing_changes_no_result(algo, toy_run, spy):
     for a, b in zip(plain, untimed(toy_run(ppo_epochs=2, gradient_checkpointing=True)[1])):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
     assert all(policy.model.is_gradient_checkpointing and policy.model.training for policy in passes)
-
-
-# ------------------------------------------------------------------------------------------- evaluation and files
 
 
 KEPT = ["prompt", "answer", "response", "score", "parts", "length", "truncated", "row"]
@@ -147,9 +152,6 @@ def test_the_best_is_kept(toy_run, algo, spy, scripted, capsys, toy_reward):
     assert "greedy score came after iteration 7" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------------- a researcher's copy, and import-and-patch
-
-
 def test_credit_lost_off_the_end_is_seen(algo, toy_run, monkeypatch):
     """The score one position too late: `gae` masks it, and so must the metric."""
     real = algo.place_scores
@@ -231,9 +233,6 @@ def test_training_and_evaluation_share_one_rollout(algo, toy_run, monkeypatch):
         assert all(row["response"].endswith("cde") for row in rows)  # ids 5, 6, 7
     assert metrics[1]["rollout/logprob_diff"] < 1e-5
     assert metrics[1]["response/length_mean"] == plain["response/length_mean"]
-
-
-# ---------------------------------------------------------------------------------------------------------- refusals
 
 
 SIZES = "batch_size group_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
