@@ -356,7 +356,6 @@ def main(args: Args):
         actor_norms = []
         actor_steps = steps if iteration > args.critic_warmup_iterations else []
         for epoch, k in actor_steps:
-            num_tokens, num_rows = counts[k]
             for mb in minibatches[k]:
                 mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
                 mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], mask[mb], args)
@@ -365,7 +364,7 @@ def main(args: Args):
                 if args.kl_loss_coef:
                     mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb], args.kl_loss_kind)
                     mb_losses = mb_losses + args.kl_loss_coef * mb_kl
-                loss = aggregate(mb_losses, mask[mb], args.loss_agg, num_tokens, num_rows, args.max_response_length)
+                loss = aggregate(mb_losses, mask[mb], args.loss_agg, *counts[k], args.max_response_length)
                 entropy[epoch][mb] = mb_entropy.detach()
                 del mb_entropy  # [14.2] the graph of an entropy that no loss uses would hold the logits of all chunks
                 loss.backward()  # the gradients of micro-batches add up, as each loss is a share of the step's loss
@@ -377,11 +376,10 @@ def main(args: Args):
         critic_loss = 0
         critic_norms = []
         for _, k in steps:
-            num_tokens, num_rows = counts[k]
             for mb in minibatches[k]:
                 mb_values = critic(tokens[mb], mask[mb])  # (b,l)
                 mb_losses = value_loss(mb_values, returns[mb])
-                loss = aggregate(mb_losses, mask[mb], "token-mean", num_tokens, num_rows, args.max_response_length)
+                loss = aggregate(mb_losses, mask[mb], "token-mean", *counts[k], args.max_response_length)
                 loss.backward()
                 critic_loss += loss.detach()
             critic_norms.append(take_step("critic", args.critic_lr * lr_factor))
@@ -395,7 +393,7 @@ def main(args: Args):
         metrics = {
             "reward/mean": global_mean(scores),
             "reward/std": global_std(scores),
-            "reward/total_mean": global_mean(torch.where(mask, rewards, 0).sum(1)),
+            "reward/total_mean": global_mean(rewards.sum(1)),
             "advantage/mean": global_mean(raw_advantages, mask),
             "advantage/std": advantage_std,
             "response/length_mean": global_mean(mask.sum(1)),
@@ -413,7 +411,7 @@ def main(args: Args):
             "critic/explained_variance": 1 - advantage_std**2 / (global_std(returns, mask) ** 2 + 1e-5),
             "critic/grad_norm": sum(critic_norms) / len(steps),
         }
-        metrics |= mean_parts("part", results, accelerator)
+        metrics |= mean_parts("part", results)
         if actor_norms:  # without an actor step, nothing has computed these
             metrics["actor/loss"] = all_reduce(actor_loss).item() / len(actor_norms)
             metrics["actor/entropy"] = global_mean(entropy, actions)
@@ -477,13 +475,6 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
     if dist.is_initialized():
         dist.all_reduce(tensor, op)
     return tensor
-
-
-def make_response_mask(responses, eos_ids):  # [1.10]
-    """responses (B,T) -> (B,T) bool: true up to and including the first EOS id. A row without EOS is all true."""
-    is_eos = torch.isin(responses, responses.new_tensor(eos_ids))
-    earlier = is_eos.cumsum(1) - is_eos.long()  # number of EOS tokens before this one
-    return earlier == 0
 
 
 def count_actions(mask):
@@ -852,13 +843,13 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     return cut_responses(tokens, logprobs, eos_ids)
 
 
-def cut_responses(tokens, logprobs, eos_ids):
+def cut_responses(tokens, logprobs, eos_ids):  # [1.10]
     """tokens, logprobs (B,T) -> a list of B Responses, each up to and including its first EOS."""
-    lengths = make_response_mask(tokens, eos_ids).sum(1).tolist()
     responses = []
-    for ids, row_logprobs, length in zip(tokens.tolist(), logprobs.tolist(), lengths):
-        truncated = ids[length - 1] not in eos_ids
-        responses.append(Response(ids[:length], row_logprobs[:length], truncated))
+    for ids, row_logprobs in zip(tokens.tolist(), logprobs.tolist()):
+        ends = [t for t, token in enumerate(ids, 1) if token in eos_ids]
+        length = ends[0] if ends else len(ids)
+        responses.append(Response(ids[:length], row_logprobs[:length], truncated=not ends))
     return responses
 
 
@@ -1099,14 +1090,16 @@ def to_tensor(dictionaries, name, device):
     return torch.tensor([dictionary[name] for dictionary in dictionaries], device=device)
 
 
-def mean_parts(prefix, results, accelerator):
+def mean_parts(prefix, results):
     """{prefix/NAME: mean of this part of the scores on all ranks together}. Every rank must call it."""
-    parts = [result["parts"] for result in results]
-    known = vars(accelerator).setdefault("part_names", set())  # of all calls so far
-    known.update(gather_object([frozenset(names) for names in parts]))
-    if len(known) > 1:
-        fail(f"the reward must return the same parts in every call and on every rank, not {[*map(set, known)]}")
-    return {f"{prefix}/{name}": global_mean(to_tensor(parts, name, accelerator.device)) for name in sorted(*known)}
+    parts = gather_object([result["parts"] for result in results])
+    names = parts[0].keys()
+    if any(part.keys() != names for part in parts):
+        fail(f"the reward must return the same parts on every rank, not {set(map(tuple, parts))}")
+    means = {}
+    for name in sorted(names):
+        means[f"{prefix}/{name}"] = sum(part[name] for part in parts) / len(parts)
+    return means
 
 
 # --- Evaluation and files --------------------------------------------------------------------------------------------
@@ -1129,15 +1122,12 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
         responses = rollout(rows, uniforms[mine], temperature)
         results = compute_scores(reward_function, tokenizer, rows, responses)
         metrics[f"eval/score{kind}"] = global_mean(to_tensor(results, "score", accelerator.device))
-        metrics |= mean_parts(f"eval_part{kind}", results, accelerator)
+        metrics |= mean_parts(f"eval_part{kind}", results)
         write_completions(run_dir, f"eval{kind}_{iteration:06d}", rows, results, accelerator)
     # Of the sampled responses, which came last.
     metrics["eval/length_mean"] = global_mean(to_tensor(results, "length", accelerator.device))
-    parts = [f", {name} {value:.3f}" for name, value in metrics.items() if "_part" in name]
-    accelerator.print(
-        f"iteration {iteration}: eval {metrics['eval/score']:.3f} greedy, {metrics['eval/score_sampled']:.3f} sampled "
-        f"at temperature 1, length {metrics['eval/length_mean']:.1f}{''.join(parts)}"
-    )
+    shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+    accelerator.print(f"iteration {iteration}, greedy and sampled at temperature 1: {shown}")
     return metrics
 
 
