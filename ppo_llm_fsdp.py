@@ -553,8 +553,8 @@ def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     if kind == "k2":
         return x.square() / 2
     near = x.clamp(max=5.0)  # [4.2]
-    k3 = near.expm1() - near  # exp(x) - 1 - x would have no correct digit near 0
-    return k3 + (math.exp(5.0) - 1) * (x - near)  # the slope at x = 5, times the distance beyond 5
+    tangent = math.expm1(5.0) * (x - 5.0) + math.expm1(5.0) - 5.0
+    return torch.where(x > 5.0, tangent, near.expm1() - near)  # exp(x) - 1 - x would have no correct digit near 0
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, args):
