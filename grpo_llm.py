@@ -631,7 +631,7 @@ class Policy(nn.Module):
         return blank.masked_scatter(mask, logprobs), blank.masked_scatter(mask, entropy)
 
     def head(self, hidden, labels, kind):
-        """hidden (n,H), labels (n,) -> log-prob of the label (n,), entropy (n,), which is 0 where no gradient is kept."""
+        """hidden (n,H), labels (n,) -> log-prob of the label (n,), entropy (n,), the latter 0 without gradients."""
         # Models may scale the logits of their head (Cohere, Granite) or cap them (Gemma). So we call the model itself,
         # with a decoder that only returns `hidden`. It never reads the ids, for which the labels have the right shape.
         decoder = self.model.get_decoder()
@@ -921,14 +921,16 @@ def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
         return []
     ids = [response.ids for response in responses]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    named = {name: [copy.deepcopy(row[name]) for row in rows] for name in rows[0]}  # a reward may change them
-    named |= {"responses": [*texts], "tokens": ids, "completions": texts, "completion_ids": ids}
+    named = {name: [row[name] for row in rows] for name in rows[0]}
+    named |= {"responses": texts, "tokens": ids, "completions": texts, "completion_ids": ids}
     named["truncated"] = [response.truncated for response in responses]
     parameters = inspect.signature(reward_function).parameters
     if "completions" in parameters and rows[0]["is_chat"]:
         named |= {"prompts": named["messages"], "completions": [[{"role": "assistant", "content": x}] for x in texts]}
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        named = {name: named[name] for name in parameters if name in named}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        parameters = named
+    # A reward may change what it gets: every response has copies of its own.
+    named = {name: [*map(copy.deepcopy, named[name])] for name in parameters if name in named}
     try:
         returned = reward_function(**named)
     except SystemExit as error:  # the run would end as if all were well
@@ -938,8 +940,9 @@ def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
         fail(f"the reward must return numbers for {len(rows)} responses, not {str(returned)[:300]}")
     results = []
     for row, response, text, *values in zip(rows, responses, texts, *columns.values()):
-        if not all(hasattr(value, "__float__") and math.isfinite(value) for value in values):
-            fail(f"the reward must be finite numbers, not {values}, of {text!r} in answer to {row['prompts'][-300:]!r}")
+        # Beyond 1e15, the squares that a standard deviation adds up are soon more than a float32 can hold.
+        if not all(hasattr(value, "__float__") and abs(value) < 1e15 for value in values):
+            fail(f"the reward must be numbers below 1e15, not {values}, of {text!r} after {row['prompts'][-300:]!r}")
         parts = dict(zip(columns, map(float, values)))
         result = {"response": text, "score": sum(parts.values()), "parts": parts if columns is returned else {}}
         results.append(result | {"length": len(response.ids), "truncated": response.truncated})
