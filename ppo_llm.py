@@ -184,6 +184,12 @@ def main(args: Args):
         if args.gradient_checkpointing:
             module.model.gradient_checkpointing_enable()
         module.train()  # gradient checkpointing works only in this mode; dropout is 0 anyway
+        if bf16 and (args.lora_rank or not trained_parameters(module)):
+            # Cast frozen layers once; autocast would do it in every pass, so for every token of the rollout.
+            embedding = module.model.get_input_embeddings().weight  # stays, as does the weight of a head tied to it
+            for layer in module.modules():
+                if isinstance(layer, nn.Linear) and not layer.weight.requires_grad and layer.weight is not embedding:
+                    layer.to(torch.bfloat16)
         return accelerator.prepare_model(module, evaluation_mode=True)  # evaluation_mode leaves DDP out
 
     # `policy_model` is a plain transformers model, sampled from and saved. The module `policy` computes its log-probs.
@@ -208,7 +214,7 @@ def main(args: Args):
 
     # A checkpoint holds `trainees` and this dictionary: put in here what else must survive a restart. Only rank 0 saves
     # it, so it must be the same on all ranks. A key that the checkpoint lacks keeps the value given here.
-    best = f"best score by {args.reward} on {args.eval_dataset}"  # with another reward, best/ starts anew
+    best = f"best score by {args.reward} on {args.eval_dataset or args.dataset}"  # with others, best/ starts anew
     state = {"iteration": 0, "prompts": 0, best: -math.inf, "best_iteration": 0}
     if checkpoint_path:
         state |= load_checkpoint(checkpoint_path, trainees)

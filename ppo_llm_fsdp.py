@@ -231,7 +231,7 @@ def main(args: Args):
 
     # A checkpoint holds `trainees` and this dictionary: put in here what else must survive a restart. Only rank 0 saves
     # it, so it must be the same on all ranks. A key that the checkpoint lacks keeps the value given here.
-    best = f"best score by {args.reward} on {args.eval_dataset}"  # with another reward, best/ starts anew
+    best = f"best score by {args.reward} on {args.eval_dataset or args.dataset}"  # with others, best/ starts anew
     state = {"iteration": 0, "prompts": 0, best: -math.inf, "best_iteration": 0}
     if checkpoint_path:
         state |= load_checkpoint(checkpoint_path, trainees)
