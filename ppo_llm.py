@@ -74,8 +74,6 @@ LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "se
 # sample, such as text from an environment, is not an action: its log-prob is NOT_SAMPLED (a real one is never above 0).
 Response = namedtuple("Response", "ids logprobs truncated")
 NOT_SAMPLED = math.inf
-# Seconds until a progress bar is shown, and shown anew: a log gets a line a minute of what takes longer.
-PAUSE = 0.1 if sys.stderr.isatty() else 60
 
 
 @dataclass
@@ -219,9 +217,9 @@ def main(args: Args):
     if checkpoint_path:
         state |= load_checkpoint(checkpoint_path, trainees)
     first_iteration = state["iteration"] + 1
-    kept_lines = first_iteration if checkpoint_path else 0  # of metrics.jsonl, whose first line is for iteration 0
+    first_step = first_iteration if checkpoint_path else 0  # step 0 in the log is before training
     eos_ids = collect_eos_ids(policy_model, tokenizer)
-    open_run(run_dir, args, kept_lines, accelerator)
+    open_run(run_dir, args, first_step, accelerator)
 
     accelerator.print(
         f"{Path(__file__).name}: {world_size} process(es) on {device.type}, {'bfloat16' if bf16 else 'float32'}\n"
@@ -231,7 +229,8 @@ def main(args: Args):
         f"  train      {train_summary}; the first ends in {train_rows[0]['prompts'][-60:]!r}\n"
         f"  eval       {test_summary}; the first {len(test_rows)} are evaluated\n"
         f"  batch      {args.batch_size} responses, minibatches of {args.minibatch_size}, {args.ppo_epochs} epoch(s)\n"
-        f"  run folder {run_dir}, from iteration {first_iteration}; Ctrl-C saves at the iteration's end, if within 30 s"
+        f"  run folder {run_dir}, iterations {first_iteration} to {args.total_iterations}\n"
+        "  Ctrl-C     saves at the end of an iteration; the launcher of several processes waits 30 s for it"
     )
 
     def rollout(rows, uniforms, temperature):
@@ -304,14 +303,15 @@ def main(args: Args):
         # sampler's own log-probs differ from these by rounding, 1e-7 in float32 and up to 0.03 in bfloat16. More than
         # that means a wrong mask, logits that only one of the two scales, or a sampler with other weights.
         old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
-        differences = (old_logprobs - rollout_logprobs).abs()
-        logprob_diff = global_mean(differences, mask)  # [6.7]
-        row_differences = differences.sum(1) / mask.sum(1).clamp(min=1)  # (B,) a few wrong rows vanish in the mean
-        worst_row = all_reduce(row_differences.max(), dist.ReduceOp.MAX).item()
-        limit, row_limit = (0.1, 1.0) if bf16 else (0.01, 0.01)
-        if not (logprob_diff <= limit and worst_row <= row_limit):  # refuses NaN, too
-            numbers = f"{logprob_diff:.2} (limit {limit}), in one response by {worst_row:.2} (limit {row_limit})"
-            fail(f"iteration {iteration}: sampler and training pass differ by {numbers}: wrong mask or weights")
+        logprob_diff = global_mean((old_logprobs - rollout_logprobs).abs(), mask)
+        token_kl = kl_penalty(rollout_logprobs, old_logprobs, "k3")  # [6.7] (B,L)
+        rollout_kl = global_mean(token_kl, mask)
+        row_kl = token_kl.sum(1) / mask.sum(1).clamp(min=16)  # (B,) a few wrong rows vanish in the mean
+        worst_kl = global_max(row_kl)
+        limit = 4e-3 if bf16 else 1e-5
+        if not (rollout_kl <= limit and worst_kl <= 25 * limit):  # refuses NaN, too
+            numbers = f"{rollout_kl:.2} (limit {limit}), of one response {worst_kl:.2} (limit {25 * limit})"
+            fail(f"iteration {iteration}: KL of sampler and training pass {numbers}: another mask, weights or sampler")
         ref_logprobs = old_logprobs  # without a reference, every KL is 0
         if use_reference:
             if reference is policy:  # [4.11] with LoRA
@@ -383,13 +383,14 @@ def main(args: Args):
             "response/truncated_frac": global_mean(truncated),
             "kl/mean": global_mean(old_logprobs - ref_logprobs, mask),  # k1
             "rollout/logprob_diff": logprob_diff,
+            "rollout/kl": rollout_kl,
             "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "time/rollout": rollout_seconds,
             "time/iteration": time.perf_counter() - started,  # without evaluating and saving
             "actor/clipfrac": global_mean(clipped, actions),
             "actor/approx_kl": global_mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [3.13]
             "actor/ratio_mean": global_mean(ratio, actions),
-            "actor/ratio_max": all_reduce(ratio.max(), dist.ReduceOp.MAX).item(),
+            "actor/ratio_max": global_max(ratio),
             "critic/loss": all_reduce(critic_loss).item() / len(steps),
             "critic/explained_variance": 1 - advantage_std**2 / (global_std(returns, mask) ** 2 + 1e-5),
             "critic/grad_norm": sum(critic_norms) / len(steps),
@@ -408,13 +409,11 @@ def main(args: Args):
         )
 
         # Evaluate, log, save, stop.
-        if LAUNCHED and os.getppid() != PARENT and not signals:  # after Ctrl-C, it may have ended already
-            fail("the launcher has died, so this process stops; continue with --run-name and --resume")
         evaluated = iteration == args.total_iterations or (args.eval_every and iteration % args.eval_every == 0)
         if evaluated or iteration == 1:
             columns = {"tokens": tokens, "mask": mask, "logprobs": old_logprobs, "ratio": ratio[-1], "kl": kl}
             columns |= {"advantages": advantages, "values": values}
-            for i, result in enumerate(results[: 64 // world_size]):  # rows of the batch, for the viewer
+            for i, result in enumerate(results[: max(1, 64 // world_size)]):  # rows of the batch, for the viewer
                 result["batch"] = {name: column[i, : row_lengths[i]].tolist() for name, column in columns.items()}
             write_completions(run_dir, f"step_{iteration:06d}", rows, results, accelerator)
         if evaluated:
@@ -436,9 +435,10 @@ def main(args: Args):
         )
     elif args.total_iterations:
         save_models(run_dir / "final", trainees, tokenizer, accelerator)
+        if state["best_iteration"]:
+            accelerator.print(f"the best greedy score was that of iteration {state['best_iteration']}: {run_dir}/best")
         accelerator.print(
-            f"the trained model is in {run_dir}/final; the best greedy score came after iteration "
-            f"{state['best_iteration']} ({run_dir}/best, which is not there if that is 0)\n"
+            f"the trained model is in {run_dir}/final\n"
             f"what it wrote, token by token: python benchmarks/view.py {run_dir}"
         )
     if args.track == "tensorboard":
@@ -505,6 +505,11 @@ def global_std(x, mask=None):
     return global_moments(x, mask)[1].sqrt().item()
 
 
+def global_max(x):
+    """The largest number in x on all ranks together. All ranks must call it."""
+    return all_reduce(x.max(), dist.ReduceOp.MAX).item()
+
+
 def masked_whiten(x, mask):  # [2.7]
     """x (B,T) -> (B,T), shifted and scaled to mean 0 and variance 1 over the mask on all ranks together; 0 outside it.
 
@@ -552,8 +557,8 @@ def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     if kind == "k2":
         return x.square() / 2
     near = x.clamp(max=5.0)  # [4.2]
-    tangent = math.expm1(5.0) * (x - 5.0) + math.expm1(5.0) - 5.0
-    return torch.where(x > 5.0, tangent, near.expm1() - near)  # exp(x) - 1 - x would have no correct digit near 0
+    k3 = near.expm1() - near  # exp(x) - 1 - x would have no correct digit near 0
+    return torch.where(x > 5.0, k3 + math.expm1(5.0) * (x - near), k3)  # the slope at x = 5, times the distance
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, args):
@@ -765,17 +770,16 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     tokens = torch.zeros_like(uniforms, dtype=torch.long)  # (B,T)
     logprobs = torch.zeros_like(uniforms, dtype=torch.float32)  # (B,T)
     slots = torch.arange(len(uniforms), device=uniforms.device)  # the response that each row of the batch belongs to
-    alive = slots >= 0  # all of them
+    alive = slots >= 0  # (B,) true: so far all of them
     eos = slots.new_tensor(eos_ids)
     cache = transformers.DynamicCache(config=model.config)
     model.eval()  # in train mode, gradient checkpointing would switch the KV cache off
     # `inputs` are the tokens to read in this step: the prompts at t = 0, after that the last token (b,1) of the b rows
     # that are left in the batch. Row j belongs to response slots[j].
-    for t in tqdm(range(uniforms.shape[1]), "sampling", leave=False, delay=PAUSE, mininterval=PAUSE):
+    for t in tqdm(range(uniforms.shape[1]), "sampling", leave=False, disable=not sys.stderr.isatty()):
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -inputs.shape[1] :]  # of the inputs
         options = {"position_ids": positions, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        output = model(inputs.clamp(min=0), attention_mask=attention_mask, **options)
-        logits = output.logits[:, -1]
+        logits = model(inputs.clamp(min=0), attention_mask=attention_mask, **options).logits[:, -1]  # (b,V)
         tokens[slots, t], logprobs[slots, t] = sample_tokens(logits, uniforms[slots, t], temperature)
         alive &= ~torch.isin(tokens[slots, t], eos)
         num_alive = int(alive.sum())
@@ -857,8 +861,10 @@ GSM8K_REQUEST = ' Let\'s think step by step and output the final answer after "#
 
 def read_splits(source):
     """{split: table} of a file (all of it is `train`), a folder saved by `datasets`, or a hub id `name[:config]`."""
-    kind = re.match(r".*\.(json|csv|parquet)", source.lower())
-    if kind and Path(source).is_file():
+    if Path(source).is_file():
+        kind = re.match(r".*\.(json|csv|parquet)", source.lower())
+        if not kind:
+            fail(f"{source} is not a .json, .jsonl, .csv or .parquet file")
         return datasets.load_dataset(kind[1], data_files=glob.escape(source))  # this file, whatever stands beside it
     try:
         saved = datasets.load_from_disk(source)
@@ -1007,11 +1013,11 @@ def to_tensor(dictionaries, name, device):
 def mean_parts(prefix, results):
     """{prefix/NAME: mean of this part of the scores on all ranks together}. Every rank must call it."""
     parts = gather_object([result["parts"] for result in results])
-    names = parts[0].keys()
-    if any(part.keys() != names for part in parts):
-        fail(f"the reward must return the same parts on every rank, not {set(map(tuple, parts))}")
+    names = {frozenset(part) for part in parts}
+    if len(names) > 1:
+        fail(f"the reward must return the same parts on every rank, not {[*map(sorted, names)]}")
     means = {}
-    for name in sorted(names):
+    for name in sorted(*names):
         means[f"{prefix}/{name}"] = sum(part[name] for part in parts) / len(parts)
     return means
 
@@ -1040,6 +1046,7 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
         write_completions(run_dir, f"eval{kind}_{iteration:06d}", rows, results, accelerator)
     # Of the sampled responses, which came last.
     metrics["eval/length_mean"] = global_mean(to_tensor(results, "length", accelerator.device))
+    metrics["eval/truncated_frac"] = global_mean(to_tensor(results, "truncated", accelerator.device))
     shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
     accelerator.print(f"iteration {iteration}, greedy and sampled at temperature 1: {shown}")
     return metrics
@@ -1061,7 +1068,9 @@ def find_run(args):
     run_dir = Path(args.output_dir, broadcast_object_list([name])[0])  # the time is that of rank 0
     if run_dir.exists() and not args.resume:
         fail(f"the run folder {run_dir} exists: choose another --run-name, or continue that run with --resume")
-    return run_dir, max(run_dir.glob("checkpoints/step_*[0-9t]"), default=None)  # no backups
+    complete = [path for path in run_dir.glob("checkpoints/*") if re.fullmatch(r"step_\d+(\.pt)?", path.name)]
+    # Rank 0's answer: a rank that doesn't see its disk then says which file is missing.
+    return run_dir, broadcast_object_list([max(complete, default=None)])[0]
 
 
 def lock_run(run_dir):
@@ -1080,8 +1089,8 @@ def lock_run(run_dir):
     os.write(file, f"process {os.getpid()} on {os.uname().nodename:<99}".encode())  # covers what stood there
 
 
-def open_run(run_dir, args, kept_lines, accelerator):
-    """Creates and locks the run folder, cuts metrics.jsonl after its first `kept_lines` lines, starts the tracker."""
+def open_run(run_dir, args, first_step, accelerator):
+    """Creates and locks the run folder, keeps the lines of metrics.jsonl before `first_step`, starts the tracker."""
     script = Path(getattr(sys.modules["__main__"], "__file__", __file__))
     settings = vars(args) | {"num_processes": accelerator.num_processes, "script": script.name}
     if accelerator.is_main_process:
@@ -1091,14 +1100,18 @@ def open_run(run_dir, args, kept_lines, accelerator):
         (run_dir / "args.json").write_text(json.dumps(settings, indent=1))
         for file in {Path(__file__), script}:  # two files if a script imports this one and replaces a part of it
             (run_dir / file.name).write_text(file.read_text())
-        with open(run_dir / "metrics.jsonl", "a+b") as file:
+        (run_dir / "metrics.jsonl").touch()
+        with open(run_dir / "metrics.jsonl", "r+") as file:
+            # A killed run may have left half a line, and lines of iterations that are done again.
+            kept = [line for line in file if line.endswith("}\n") and json.loads(line)["step"] < first_step]
             file.seek(0)
-            file.truncate(sum(map(len, file.readlines()[:kept_lines])))  # after the bytes of these lines
-    accelerator.project_configuration.logging_dir = run_dir.parent
-    trackers = {"wandb": {"name": run_dir.name, "config": settings}, "tensorboard": {"purge_step": kept_lines}}
-    project = run_dir.name if args.track == "tensorboard" else Path(__file__).stem  # accelerate has one name for both
+            file.writelines(kept)
+            file.truncate()
+    trackers = {"wandb": {"name": run_dir.name, "config": settings}, "tensorboard": {"purge_step": first_step}}
+    # accelerate has one name for both: TensorBoard's folder and the project of W&B.
+    project = str(run_dir) if args.track == "tensorboard" else Path(__file__).stem
     accelerator.init_trackers(project, None, trackers)
-    accelerator.log({"args": f"```\n{json.dumps(settings, indent=1)}\n```"}, step=kept_lines)
+    accelerator.log({"args": f"```\n{json.dumps(settings, indent=1)}\n```"}, step=first_step)
 
 
 def write_completions(run_dir, name, rows, results, accelerator):
@@ -1164,14 +1177,12 @@ def load_checkpoint(path, trainees):
 
 # --- Processes and signals -------------------------------------------------------------------------------------------
 
-# `accelerate launch` and torchrun set one of these variables and are then the parent process.
-LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-PARENT = os.getppid()
 SIZES = "batch_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
 
 
 def start_processes(args):
     """Joins the launched processes, checks the flags as far as possible without a model, returns the Accelerator."""
+    args.output_dir = os.path.abspath(args.output_dir)  # a reward may change the working directory
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     sys.stdout.reconfigure(line_buffering=True)  # lines appear in a log file at once
@@ -1189,7 +1200,7 @@ def start_processes(args):
     if tracker and not accelerator.log_with:  # left out by accelerate
         fail(f"--track {tracker} needs a package that is not installed: pip install {tracker}")
     for name, value in vars(args).items():
-        least = 1 if name in SIZES.split() else 0
+        least = 1 if name in SIZES.split() else 0.001 * (name == "temperature")  # the logits are divided by it
         if isinstance(value, int | float) and name != "entropy_coef" and not value >= least:  # refuses NaN, too
             fail(f"--{name} must be at least {least}, but is {value}")
     world_size = accelerator.num_processes
@@ -1200,9 +1211,10 @@ def start_processes(args):
 
 
 def catch_signals():
-    """From now on, SIGTERM and Ctrl-C only append to the returned list, and `main` stops after the current iteration.
+    """From now on, SIGTERM, SIGHUP and Ctrl-C only append to the returned list, and `main` stops after this iteration.
 
-    The launcher kills the processes 30 s after it has forwarded a signal, so a longer iteration is lost.
+    The launcher of several processes kills them 30 s after it has forwarded a signal, so a longer iteration is lost
+    (TORCH_ELASTIC_SHUTDOWN_TIMEOUT sets other seconds).
     """
     signals = []
 
@@ -1213,8 +1225,9 @@ def catch_signals():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         unblock()
 
-    for number in signal.SIGTERM, signal.SIGINT:
-        signal.signal(number, lambda number, frame: signals.append(number))
+    for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, lambda number, frame: signals.append(number))
     # Processes that a reward forks must still die of SIGTERM, which is how a pool ends its workers. A child would lose
     # a SIGTERM that arrives before it has reset the handler, so the signal stays blocked from the fork until then.
     # (Without all this, 12 of 148 pools hung at their end, and 161 of 200 early signals were lost.)
@@ -1235,6 +1248,8 @@ def parse_args():
     """Args from the command line. Without --model, the defaults are those of the embedded task."""
     if any(word.startswith("--model") for word in sys.argv):
         return tyro.cli(Args)
+    if not TINY.exists():
+        fail(f"--model is needed: the bundled one is not beside this copy of the script ({TINY})")
     return tyro.cli(Args, default=Args(**EMBEDDED))
 
 
