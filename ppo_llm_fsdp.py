@@ -39,6 +39,14 @@ Launch. Without --model, the script trains the small model in benchmarks/tiny on
 Comments like [2.3] point to a section of notes/.
 """
 
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch>=2.9,<2.16", "transformers>=5.21,<5.24", "accelerate>=1.10", "datasets>=4.8.5", "safetensors",
+#     "tyro>=0.9.2", "tensorboard>=2.19", "peft>=0.20",
+# ]
+# ///
+
 import copy
 import fcntl
 import glob
@@ -91,7 +99,7 @@ class Args:
     """PPO for language models. Batch sizes are totals over all processes, unless they say "each device"."""
 
     # Models
-    model: str  # policy to train: transformers folder or hub id (unset: the embedded model, with its settings)
+    model: str  # policy to train: transformers folder or hub id (unset: the bundled model, with its settings)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward and backward passes; auto: bfloat16 on a GPU
     lora_rank: int = 0  # train low-rank matrices next to the frozen weights (LoRA, 2106.09685); 0: train all weights
     critic_model: str | None = None  # what the critic starts from; it must have the policy's tokenizer (unset: --model)
@@ -116,14 +124,14 @@ class Args:
 
     # Rollout
     batch_size: int = 256  # prompts per iteration
-    rollout_batch_size: int = 128  # responses that each device samples at a time: limits memory
+    rollout_batch_size: int = 256  # responses that each device samples at a time: limits memory
     temperature: float = 1.0  # divides the logits when sampling and in every log-prob
 
     # Update
     total_iterations: int = 100  # iterations of rollout and update (0: only evaluate)
     ppo_epochs: int = 1  # passes over each batch
     minibatch_size: int = 64  # responses per optimizer step
-    microbatch_tokens: int = 2048  # padded tokens per forward pass of each device: limits memory
+    microbatch_tokens: int = 4096  # padded tokens per forward pass of each device: limits memory
     lr: float = 1e-6  # learning rate of the actor
     critic_lr: float = 1e-5  # learning rate of the critic
     warmup_iterations: int = 0  # the learning rates rise from 0 over the first N iterations
@@ -148,7 +156,7 @@ class Args:
     output_dir: str = "runs"  # folder that holds all runs
     run_name: str | None = None  # name of this run's folder (unset: SCRIPT-SEED-TIME)
     seed: int = 1  # seed of data order and sampling
-    eval_every: int = 10  # iterations between evaluations (0: only before and after training)
+    eval_every: int = 20  # iterations between evaluations (0: only before and after training)
     eval_rows: int = 512  # evaluate on the first N test rows (0: no evaluation)
     track: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # where metrics go, besides metrics.jsonl
     save_every: int = 10  # iterations between checkpoints (0: only after SIGTERM or Ctrl-C)
@@ -156,14 +164,16 @@ class Args:
     resume: bool = False  # continue the run --run-name from its newest checkpoint, or start it
 
 
-# Settings for the embedded task: the defaults when --model is not given.
+# Settings for the bundled task: the defaults when --model is not given.
 EMBEDDED = {
     "model": f"{TINY}/model",
     "dataset": f"{TINY}/train.jsonl",
     "eval_dataset": f"{TINY}/test.jsonl",
     "prompt_suffix": "",
     "max_response_length": 64,
-    "total_iterations": 40,
+    "total_iterations": 20,
+    "eval_every": 10,
+    "rollout_batch_size": 128,
     "microbatch_tokens": 1024,
     "lr": 1.5e-4,
     "critic_lr": 1e-3,
@@ -468,6 +478,8 @@ def main(args: Args):
 
 
 # --- Mathematics. T is any width; `main` calls these functions with (B,L). -------------------------------------------
+# The same in all three scripts, but for PPO's gae and value_loss, GRPO's group_advantages, and sum_gradients, which FSDP
+# makes needless.
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
@@ -599,6 +611,7 @@ def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length
 
 
 # --- Models ----------------------------------------------------------------------------------------------------------
+# The same in all three scripts, but for PPO's critic, and for sharding: `shard`, and rank 0 alone loads in load_model.
 
 
 def load_model(name, model_class, lora_rank=0, **lora):
@@ -777,6 +790,7 @@ def shard(module, mesh, bf16, offload):  # [7.7]
 
 
 # --- Sampling and batches --------------------------------------------------------------------------------------------
+# The same, but for `generate`, which in GRPO reads a group's prompt once, and for sharding: `generating` and `pack`.
 
 
 def random_stream(*key):
@@ -946,6 +960,7 @@ def forward_all(module, minibatches, tokens, mask):
 
 
 # --- Data and rewards ------------------------------------------------------------------------------------------------
+# The same in all three scripts.
 
 # Appended to questions without "####", because a model that has not seen GSM8K would not write it. Worded by verl.
 GSM8K_REQUEST = ' Let\'s think step by step and output the final answer after "####".'
@@ -1115,6 +1130,7 @@ def mean_parts(prefix, results):
 
 
 # --- Evaluation and files --------------------------------------------------------------------------------------------
+# The same, but for sharding: how models and checkpoints are saved and loaded.
 
 
 def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args, accelerator):
@@ -1298,6 +1314,7 @@ def load_checkpoint(path, trainees):
 
 
 # --- Processes and signals -------------------------------------------------------------------------------------------
+# The same, but for `start_processes`.
 
 SIZES = "batch_size minibatch_size ppo_epochs microbatch_tokens rollout_batch_size max_response_length"
 
@@ -1373,7 +1390,7 @@ def fail(sentence):
 
 
 def parse_args():
-    """Args from the command line. Without --model, the defaults are those of the embedded task."""
+    """Args from the command line. Without --model, the defaults are those of the bundled task."""
     if any(word.startswith("--model") for word in sys.argv):
         return tyro.cli(Args)
     if not TINY.exists():
