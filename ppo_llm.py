@@ -36,10 +36,8 @@ Comments like [2.3] point to a section of notes/.
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = [
-#     "torch>=2.9,<2.16", "transformers>=5.21,<5.24", "accelerate>=1.10", "datasets>=4.8.5", "safetensors",
-#     "tyro>=0.9.2", "tensorboard>=2.19", "peft>=0.20",
-# ]
+# dependencies = ["torch>=2.9,<2.16", "transformers>=5.21,<5.24", "accelerate>=1.10", "datasets>=4.8.5", "safetensors",
+#     "tyro>=0.9.2", "tensorboard>=2.19", "peft>=0.20"]
 # ///
 
 import copy
@@ -461,8 +459,7 @@ def main(args: Args):
 
 
 # --- Mathematics. T is any width; `main` calls these functions with (B,L). -------------------------------------------
-# The same in all three scripts, but for PPO's gae and value_loss, GRPO's group_advantages, and sum_gradients, which FSDP
-# makes needless.
+# The same in all three scripts, but for gae and value_loss (PPO), group_advantages (GRPO), sum_gradients (not FSDP).
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
