@@ -318,8 +318,11 @@ def main(args: Args):
         worst_kl = global_max(row_kl)
         limit = 4e-3 if bf16 else 1e-5
         if not (rollout_kl <= limit and worst_kl <= 25 * limit):  # refuses NaN, too
-            numbers = f"{rollout_kl:.2} (limit {limit}), of one response {worst_kl:.2} (limit {25 * limit})"
-            fail(f"iteration {iteration}: KL of sampler and training pass {numbers}: another mask, weights or sampler")
+            fail(
+                f"iteration {iteration}: sampler and training pass differ by a KL of {rollout_kl:.2} (limit {limit}), in "
+                f"one response {worst_kl:.2} (limit {25 * limit}): wrong mask, weights or sampler (one that differs on "
+                "purpose needs importance weights: notes, 6.5)"
+            )
         ref_logprobs = old_logprobs  # without a reference, every KL is 0
         if use_reference:
             if reference is policy:  # [4.11] with LoRA
@@ -384,7 +387,7 @@ def main(args: Args):
         metrics = {
             "reward/mean": global_mean(scores),
             "reward/std": global_std(scores),
-            "reward/total_mean": global_mean(rewards.sum(1)),
+            "reward/total_mean": global_mean((rewards * mask).sum(1)),
             "advantage/mean": global_mean(raw_advantages, mask),
             "advantage/std": advantage_std,
             "response/length_mean": global_mean(mask.sum(1)),
@@ -1025,7 +1028,7 @@ def to_tensor(dictionaries, name, device):
 def mean_parts(prefix, results):
     """{prefix/NAME: mean of this part of the scores on all ranks together}. Every rank must call it."""
     parts = gather_object([result["parts"] for result in results])
-    names = {frozenset(part) for part in parts}
+    names = set(map(frozenset, parts))
     if len(names) > 1:
         fail(f"the reward must return the same parts on every rank, not {[*map(sorted, names)]}")
     means = {}
@@ -1113,8 +1116,9 @@ def open_run(run_dir, args, first_step, accelerator):
         (run_dir / "args.json").write_text(json.dumps(settings, indent=1))
         for file in {Path(__file__), script}:  # two files if a script imports this one and replaces a part of it
             (run_dir / file.name).write_text(file.read_text())
-        (run_dir / "metrics.jsonl").touch()
-        with open(run_dir / "metrics.jsonl", "r+") as file:
+        path = run_dir / "metrics.jsonl"
+        path.touch()
+        with open(path, "r+") as file:
             # A killed run may have left half a line, and lines of iterations that are done again.
             kept = [line for line in file if line.endswith("}\n") and json.loads(line)["step"] < first_step]
             file.seek(0)
@@ -1214,7 +1218,7 @@ def start_processes(args):
     if tracker and not accelerator.log_with:  # left out by accelerate
         fail(f"--track {tracker} needs a package that is not installed: pip install {tracker}")
     for name, value in vars(args).items():
-        least = 1 if name in SIZES.split() else 0.001 * (name == "temperature")  # the logits are divided by it
+        least = 1 if name in SIZES.split() else 0.001 if name == "temperature" else 0  # logits are divided by that
         if isinstance(value, int | float) and name != "entropy_coef" and not value >= least:  # refuses NaN, too
             fail(f"--{name} must be at least {least}, but is {value}")
     world_size = accelerator.num_processes
