@@ -318,10 +318,9 @@ def main(args: Args):
         worst_kl = global_max(row_kl)
         limit = 4e-3 if bf16 else 1e-5
         if not (rollout_kl <= limit and worst_kl <= 25 * limit):  # refuses NaN, too
+            numbers = f"{rollout_kl:.2} (limit {limit}), in one response {worst_kl:.2} (limit {25 * limit})"
             fail(
-                f"iteration {iteration}: sampler and training pass differ by a KL of {rollout_kl:.2} (limit {limit}), in "
-                f"one response {worst_kl:.2} (limit {25 * limit}): wrong mask, weights or sampler (one that differs on "
-                "purpose needs importance weights: notes, 6.5)"
+                f"iteration {iteration}: KL of sampler and training pass {numbers}: wrong mask, weights or sampler (6.7)"
             )
         ref_logprobs = old_logprobs  # without a reference, every KL is 0
         if use_reference:
