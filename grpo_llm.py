@@ -321,9 +321,7 @@ def main(args: Args):
         limit = 4e-3 if bf16 else 1e-5
         if not (rollout_kl <= limit and worst_kl <= 25 * limit):  # refuses NaN, too
             numbers = f"{rollout_kl:.2} (limit {limit}), in one response {worst_kl:.2} (limit {25 * limit})"
-            fail(
-                f"iteration {iteration}: KL of sampler and training {numbers}: wrong mask, weights or sampler (notes 6.7)"
-            )
+            fail(f"iteration {iteration}: KL of sampler and training {numbers}: a wrong mask or sampler, see 6.7")
         ref_logprobs = old_logprobs  # without a reference, every KL is 0
         if use_reference:
             if reference is policy:  # [4.11] with LoRA
