@@ -412,8 +412,9 @@ def test_shared_critic_trains_one_model_by_both_losses(train, tmp_path, spy):
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_shared_critic_saves_and_resumes_its_head(lora_rank, train, tmp_path):
-    """With LoRA, peft switches it off and transformers not on. `final` is a language model with a head beside it."""
+    """With LoRA, peft switches it off and transformers not on, and what is off, bfloat16 would not multiply."""
     flags = {"lora_rank": lora_rank, "total_iterations": 3, "save_every": 1, "lr": 1e-2, "critic_lr": 1e-2}
+    flags |= {"dtype": "bfloat16"} if lora_rank else {}
     resumed(train, "shared_critic", 2, **flags)
     files = [tmp_path / f"whole/checkpoints/step_00000{step}.pt" for step in (2, 3)]
     weights = [torch.load(path, weights_only=True)["policy"][0] for path in files]
