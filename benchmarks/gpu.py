@@ -10,7 +10,7 @@ We guess that all of it takes 25 on one card, and each part less than ten.
 
     scripts     ppo_llm, grpo_llm, lora, ppo_llm_fsdp, grpo_llm_fsdp: three iterations of each on one GPU, with the
                 seconds of each phase, and the peak of memory next to what notes/memory.py forecasts
-    sampling    generate, graphs, paged, vllm: tokens per second of four ways to sample; decoding: a step of `generate`
+    sampling    generate, graphs, vllm: tokens per second of three ways to sample; decoding: a step of `generate`
                 and of notes/variants/graphs.py, in launches and waits, and whether both give the same tokens
     sizes       defaults, grpo_llm-fit, ppo_llm-fit: rows of 512 + 512 tokens, with the default batch sizes and with
                 those that notes/memory.py recommends for your card
@@ -19,8 +19,7 @@ We guess that all of it takes 25 on one card, and each part less than ten.
     two         needs two GPUs: the scripts again (ppo_llm-two ...), and agreement of one process and two
 
 If a step fails, the others still run, and the exit status is 1. vLLM needs its own environment (notes/run/speed.md):
-call this with `--steps vllm` there. Install flash attention for `paged`, which is much slower without: pip install
-kernels, and set HF_HUB_OFFLINE=0 the first time, because it downloads one.
+call this with `--steps vllm` there.
 
 The results are in benchmarks/results/gpu/NAME-OF-YOUR-CARD/: README.md is the table, rows.jsonl has every number.
 """
@@ -122,6 +121,11 @@ def profile_decoding(result, model_folder, rows, steps, lora_rank):
     rows, steps, lora_rank = int(rows), int(steps), int(lora_rank)
     if lora_rank:
         model.add_adapter(LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+        embedding = model.get_input_embeddings().weight
+        for layer in model.modules():  # as `wrap` does
+            frozen = isinstance(layer, torch.nn.Linear) and not layer.weight.requires_grad
+            if frozen and accelerator.mixed_precision == "bf16" and layer.weight is not embedding:
+                layer.to(torch.bfloat16)
     accelerator.prepare_model(model, evaluation_mode=True)
     prompts = [[10 + (7 * row + i) % 900 for i in range(64)] for row in range(rows)]
     draws = torch.rand(rows, 3 + steps, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -345,9 +349,8 @@ STEPS = [
     ("sampling", "generate", None, train, WIDE | {"script": "grpo_llm"}),
     ("sampling", "graphs", None, train, WIDE | {"script": "grpo_llm", "before": "graphs"}),
     ("sampling", "decoding", "peft", decoding, {}),
-    ("sampling", "paged", None, train, WIDE | {"script": "paged_llm"}),
     ("sampling", "vllm", "vllm", train, WIDE | {"script": "vllm_llm"}),
-    ("sizes", "defaults", None, train, LONG | {"script": "grpo_llm", "sizes": (128, 2048, False)}),
+    ("sizes", "defaults", None, train, LONG | {"script": "grpo_llm", "sizes": (256, 4096, False)}),
     ("sizes", "grpo_llm-fit", None, train, LONG | {"script": "grpo_llm"}),
     ("sizes", "ppo_llm-fit", None, train, LONG | {"script": "ppo_llm"}),
     ("trust", "resume", None, resume, {}),

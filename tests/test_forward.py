@@ -1,10 +1,12 @@
 """Log-probs, values and sampling against the plainest computation there is: one unpadded prefix at a time."""
 
+import itertools
 import random
 
 import pytest
 import torch
-from conftest import each_script, make_model, make_tokenizer
+from conftest import each_script, make_model, make_tokenizer, untimed
+from ranks import load_script
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForTokenClassification
@@ -164,6 +166,26 @@ def test_bfloat16_autocast_returns_float32(algo, model, critic):
     for x, exact in zip(found, passes()):
         assert x.dtype == torch.float32 and not torch.equal(x, exact) and (x - exact).abs().max() < 0.3
         assert (x.bfloat16().float() != x)[batch[1]].float().mean() > 0.5
+
+
+@pytest.mark.parametrize("lora_rank, tied", [(0, False), (2, False), (2, True)])
+def test_frozen_layers_are_cast_once_and_no_bit_changes(script, algo, lora_rank, tied, toy_run, spy, tmp_path):
+    """Against a copy that leaves it to autocast. Without LoRA it is the reference that is frozen; a tied head stays."""
+    copy, found = tmp_path / "plain_llm.py", []
+    copy.write_text(script.read_text().replace("if bf16 and (args.lora_rank", "if False and (args.lora_rank"))
+    flags = {"model": make_model(tmp_path / "model", tie_word_embeddings=tied), "lora_rank": lora_rank}
+    for one in algo, load_script(copy):
+        passes, models = spy(one, "forward_all"), spy(one.Policy, "__init__", lambda policy, model, *_: model)
+        gradients = spy(one, "sum_gradients", lambda parameters: [p.grad.clone() for p in parameters])
+        metrics = untimed(toy_run(one, **flags, dtype="bfloat16", kl_reward_coef=0.1)[1])
+        dtypes = {name: p.dtype for name, p in models[-1].named_parameters()}  # of the reference, or what is its own
+        found.append(([*(output for _, output in passes), *itertools.chain(*gradients)], metrics, dtypes))
+    (ours, logged, dtypes), (theirs, expected, plain) = found
+    assert len(ours) > 100 and all(map(torch.equal, ours, theirs)) and logged == expected
+    cast = {name for name in dtypes if name.endswith("proj.base_layer.weight" if lora_rank else "proj.weight")}
+    cast |= set() if tied else {"lm_head.weight"}
+    assert {name for name in dtypes if dtypes[name] == torch.bfloat16} == cast and len(cast) >= 14
+    assert {*plain.values()} == {torch.float32}
 
 
 @of_critics

@@ -55,7 +55,7 @@ def test_the_scripts_take_the_flags_of_the_large_model(monkeypatch, tmp_path):
     for options in [options for *_, function, options in gpu.STEPS if function is gpu.train]:
         with pytest.raises(SystemExit):
             gpu.train(bench, **options)
-    assert {call[3].stem for call in started} == {*SCRIPTS, "grpo_llm_fsdp", "paged_llm", "vllm_llm", "fp16_llm"}
+    assert {call[3].stem for call in started} == {*SCRIPTS, "grpo_llm_fsdp", "vllm_llm", "fp16_llm"}
     for _, processes, _, path, *words in started:
         if path.stem in SCRIPTS:
             check_flags(path.stem, " ".join(str(word) for word in words if word != "graphs"), processes)

@@ -109,18 +109,18 @@ def test_dppo_blocks_by_probability_around_the_sampler(divergence, delta, column
     (slopes,) = torch.autograd.grad(losses.sum(), logprobs)
     assert torch.equal(blocked, blocks)
     assert torch.allclose(slopes, torch.where(blocks, 0, -advantages * new / old))
-    told_otherwise(variant("dppo"), monkeypatch, [0.008] * 12)  # the ratio of the first step has that in it
-    assert train("dppo", total_iterations=1, lr=0.0)[1]["actor/ratio_mean"] == pytest.approx(math.exp(0.008))
+    told_otherwise(variant("dppo"), monkeypatch, [0.003] * 12)  # the ratio of the first step has that in it
+    assert train("dppo", total_iterations=1, lr=0.0)[1]["actor/ratio_mean"] == pytest.approx(math.exp(0.003))
 
 
 def test_icepop_weighs_tokens_within_a_band(variant, train, monkeypatch, spy):
-    """2510.18855, eq. 1. The sampler claims 4% too little and too much for a token each, 2% too little for one."""
+    """2510.18855, eq. 1. The sampler claims 0.6% too little and too much for a token each, 0.3% too little for one."""
     algo = variant("icepop")
-    told_otherwise(algo, monkeypatch, [0.0, 0.04, -0.04, 0.02] + [0.0] * 8)
+    told_otherwise(algo, monkeypatch, [0.0, 0.006, -0.006, 0.003] + [0.0] * 8)
     plain, used = spy(algo, "group_advantages"), spy(algo, "policy_loss")
-    metrics = train("icepop", **ONE_PASS, is_low=0.97, is_high=1.03)[1]
+    metrics = train("icepop", **ONE_PASS, is_low=0.995, is_high=1.005)[1]
     (_, _, weighted, mask, _), _ = used[-1]  # the last call is for the log: the whole batch
-    weights = torch.tensor([1, 0, 0, math.exp(0.02)] + [1] * 8)
+    weights = torch.tensor([1, 0, 0, math.exp(0.003)] + [1] * 8)
     assert torch.allclose(weighted[mask[0]].view(16, 12), plain[0][1][:, None] * weights, rtol=1e-5)
     assert metrics["rollout/zero_weight_frac"] == pytest.approx(2 / 12)
     assert metrics["rollout/weight_mean"] == pytest.approx(weights.mean().item(), rel=1e-5)
@@ -135,9 +135,9 @@ def test_icepop_leaves_bad_responses_behind(variant, train, monkeypatch, spy):
     for delta, rows in (0.5, [0, 1]), (0.2, [0, 1, 3]), (1.0, []):
         found = algo.left_behind(logprobs, torch.full((4, 3), -1.0), advantages, mask, delta)
         assert found.all(1).nonzero().flatten().tolist() == rows and torch.equal(found.all(1), found.any(1))
-    told_otherwise(algo, monkeypatch, [-0.008] * 12, [0.0] * 12)  # every other response was likelier, it says
+    told_otherwise(algo, monkeypatch, [-0.004] * 12, [0.0] * 12)  # every other response was likelier, it says
     plain, shares = spy(algo, "group_advantages"), spy(algo, "aggregate")
-    metrics = train("icepop", **ONE_PASS, lr=0.0, off_policy_delta=0.005)[1]
+    metrics = train("icepop", **ONE_PASS, lr=0.0, off_policy_delta=0.002)[1]
     (_, advantages), ((losses, *_), _) = plain[0], shares[0]
     left = (advantages[::2] < 0).sum().item()
     assert 0 < left == (losses == 0).all(1).sum() < 8 and metrics["actor/off_policy_frac"] == left / 16
@@ -412,8 +412,9 @@ def test_shared_critic_trains_one_model_by_both_losses(train, tmp_path, spy):
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_shared_critic_saves_and_resumes_its_head(lora_rank, train, tmp_path):
-    """With LoRA, peft switches it off and transformers not on. `final` is a language model with a head beside it."""
+    """With LoRA, peft switches it off and transformers not on, and what is off, bfloat16 would not multiply."""
     flags = {"lora_rank": lora_rank, "total_iterations": 3, "save_every": 1, "lr": 1e-2, "critic_lr": 1e-2}
+    flags |= {"dtype": "bfloat16"} if lora_rank else {}
     resumed(train, "shared_critic", 2, **flags)
     files = [tmp_path / f"whole/checkpoints/step_00000{step}.pt" for step in (2, 3)]
     weights = [torch.load(path, weights_only=True)["policy"][0] for path in files]
@@ -425,7 +426,7 @@ def test_distill_rewards_each_token_with_the_teachers_surprise(variant, train, f
     calls, used = spy(variant("distill"), "kl_penalty"), spy(variant("distill"), "policy_loss")
     teacher = make_model(folder / "teacher", seed=7, hidden_size=48, num_attention_heads=4, head_dim=12)
     metrics = train("distill", ref_model=teacher, total_iterations=12, lr=1e-2)
-    (student, other, kind), kl = calls[0]
+    (student, other, kind), kl = calls[1]  # after that of the sampler and the training pass
     assert kind == "k1" and torch.equal(kl, student - other) and kl.abs().max() > 0.1
     (_, _, advantages, *_), _ = used[0]
     assert {*advantages.flatten().tolist()} <= {*(-kl).flatten().tolist()}

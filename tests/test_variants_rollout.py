@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,9 +14,8 @@ import torch
 import variants
 from conftest import ROOT, make_model, read_rows, refusal, untimed, write_rows
 from ranks import load_script
-from test_variants import FILES, flags_of, folder, resumed, script_of, told_otherwise, train, train_by_two, variant  # noqa: F401  # noqa: F401
+from test_variants import FILES, flags_of, folder, resumed, script_of, told_otherwise, train, train_by_two, variant  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
-from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 # ruff: noqa: F811 (fixtures)
 
@@ -232,18 +230,18 @@ def test_one_step_off_resumes_with_the_older_weights(train):
 
 
 def test_bypass_takes_the_samplers_log_probs_or_weighs_the_losses(variant, train, monkeypatch, spy):
-    """Half of the tokens are claimed to be less likely by 0.008."""
+    """Half of the tokens are claimed to be less likely by 0.004."""
     algo = variant("bypass")
-    told_otherwise(algo, monkeypatch, [0.008] * 12, [0] * 12)
+    told_otherwise(algo, monkeypatch, [0.004] * 12, [0] * 12)
     flags = {"total_iterations": 1, "temperature": 0.9, "kl_reward_coef": 0.0}
     corrected = {"old_logprobs": "corrected"}
-    cases = ({}, 1), (corrected, math.exp(0.008)), (corrected | {"is_level": "sequence"}, math.exp(0.096))
+    cases = ({}, 1), (corrected, math.exp(0.004)), (corrected | {"is_level": "sequence"}, math.exp(0.048))
     cases += ((corrected | {"is_cap": 1.0}, 1),)
     rollout, token, *_ = found = [train("bypass", **flags | own)[1] for own, _ in cases]
     for m, (_, weight) in zip(found, cases):
         assert m["rollout/weight_mean"] == pytest.approx((1 + weight) / 2, rel=1e-5)
-        assert m["rollout/logprob_diff"] == pytest.approx(0.004, rel=1e-3)
-    assert rollout["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.008)) / 2) and token["actor/ratio_mean"] == 1
+        assert m["rollout/logprob_diff"] == pytest.approx(0.002, rel=1e-3)
+    assert rollout["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.004)) / 2) and token["actor/ratio_mean"] == 1
     assert rollout["actor/grad_norm"] == pytest.approx(token["actor/grad_norm"], rel=1e-5)
     (plain,) = train("bypass", on=script_of("bypass"), **flags)[1:]
     assert token["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=1e-4)
@@ -284,37 +282,8 @@ def test_pass_at_k_is_the_expected_best_of_k_and_a_vote(variant, train, tmp_path
         assert m[f"eval/pass@{k}"] == pytest.approx(best(scores, k).mean().item(), abs=1e-6)
 
 
-@pytest.mark.parametrize("flags", [{}, pytest.param({"lora_rank": 2}, marks=pytest.mark.slow)], ids=["whole", "lora"])
-def test_paged_samples_with_the_weights_of_the_moment(train, variant, flags, spy):
-    models = spy(variant("paged"), "load_model")  # the policy comes first
-    metrics = train("paged", lr=0.02, **flags)
-    assert max(column(metrics, "rollout/logprob_diff")) < 1e-6 and abs(metrics[3]["kl/mean"]) > 1e-4
-    model = models[0][1]  # nothing of the engine is left for the update
-    assert model.config._attn_implementation == "sdpa" and model.training
-    assert not any("_run_generation_loop" in thread.name for thread in threading.enumerate())
-
-
-def test_paged_has_the_greedy_answers_of_generate(train, tmp_path):
-    """Also where prompts are read in pieces, and responses take the places of those that have ended."""
-    flags = {"eval_rows": 5, "total_iterations": 0, "microbatch_tokens": 16, "rollout_batch_size": 2}
-    for name, on in ("paged", None), ("plain", script_of("paged")):
-        train("paged", run_name=name, on=on, **flags)
-    paged, plain = (read_rows(tmp_path / name / "completions/eval_000000.jsonl") for name in ("paged", "plain"))
-    assert paged == plain and len(plain) == 5
-
-
-def test_paged_has_our_precision_and_its_errors_end_the_run(train, monkeypatch):
-    """It runs in a thread of its own, where autocast has to be switched on again."""
-    flags = {"dtype": "bfloat16", "total_iterations": 1, "batch_size": 16, "minibatch_size": 64}
-    scripts = None, script_of("paged")
-    (ours,), (plain,) = (column(train("paged", on=on, **flags), "rollout/logprob_diff") for on in scripts)
-    assert 1e-5 < ours < 2 * plain
-    monkeypatch.setattr(ModelRunner, "_sample", lambda *_: 1 / 0)
-    assert refusal(lambda: train("paged")) == "error: the engine: division by zero"
-
-
 class Engine:
-    """In place of vLLM's: answers with the weights it was last given, and claims log-probs that are lower by 0.005."""
+    """In place of vLLM's: answers with the weights it was last given, and claims log-probs that are lower by 0.003."""
 
     def __init__(self, name, **options):
         self.model, self.llm_engine = AutoModelForCausalLM.from_pretrained(name), mock.Mock()
@@ -329,7 +298,7 @@ class Engine:
             noise = torch.rand(1, own.max_tokens, generator=torch.Generator().manual_seed(own.seed))
             rows = [prompt.prompt_token_ids], noise, own.stop_token_ids, own.temperature
             (response,) = sys.modules["vllm_llm"].generate(self.model, *rows)
-            logprobs = [{i: SimpleNamespace(logprob=x - 0.005)} for i, x in zip(response.ids, response.logprobs)]
+            logprobs = [{i: SimpleNamespace(logprob=x - 0.003)} for i, x in zip(response.ids, response.logprobs)]
             yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=response.ids, logprobs=logprobs)])
 
 
@@ -338,9 +307,9 @@ def test_vllm_gets_the_newest_weights_and_is_corrected_for(variant, train, monke
     fake = SimpleNamespace(LLM=Engine, SamplingParams=SimpleNamespace, TokensPrompt=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "vllm", fake)
     weighted, plain = train("vllm", lr=0.02), train("vllm", is_cap=1.0, total_iterations=1)
-    assert column(weighted, "rollout/logprob_diff") == pytest.approx([0.005] * 3, rel=1e-3)
-    assert column(weighted, "rollout/weight_mean") == pytest.approx([math.exp(0.005)] * 3)
-    assert weighted[1]["advantage/std"] == pytest.approx(plain[1]["advantage/std"] * math.exp(0.005), rel=1e-4)
+    assert column(weighted, "rollout/logprob_diff") == pytest.approx([0.003] * 3, rel=1e-3)
+    assert column(weighted, "rollout/weight_mean") == pytest.approx([math.exp(0.003)] * 3)
+    assert weighted[1]["advantage/std"] == pytest.approx(plain[1]["advantage/std"] * math.exp(0.003), rel=1e-4)
     assert weighted[3]["kl/mean"] > 1e-4  # older weights would differ
 
 
@@ -399,20 +368,3 @@ def test_fp16_stops_a_step_on_both_ranks_if_one_overflows(folder, tmp_path):
     metrics = train_by_two({"fp16": text}, {"fp16": flags}, tmp_path)["fp16"]
     assert [(m["overflows"], m["loss_scale"]) for m in metrics[1:]] == [(1, 2.0**15)] * 2
     assert metrics[2]["actor/grad_norm"] > 0 and math.isfinite(metrics[2]["kl/mean"])
-
-
-@pytest.mark.parametrize("rank, tied", [(0, False), (2, False), (2, True)])
-def test_lora_bf16_is_the_same_bit_for_bit(rank, tied, variant, train, folder, spy):
-    """Log-probs and gradients; without LoRA the reference is what is frozen. A tied head is left alone."""
-    model, found = make_model(folder / f"tied_{tied}", tie_word_embeddings=tied), []
-    for algo in load_script(script_of("lora_bf16")), variant("lora_bf16"):
-        passes, modules = spy(algo, "forward_all"), spy(algo.Policy, "__init__", lambda policy, model, *_: model)
-        gradients = spy(algo, "sum_gradients", lambda parameters: [p.grad.clone() for p in parameters])
-        metrics = train("lora_bf16", on=algo.__file__, model=model, lora_rank=rank, total_iterations=2)
-        outputs = [*(output for _, output in passes), *itertools.chain(*gradients)]
-        found.append((outputs, untimed(metrics), modules[-1]))  # the reference comes last
-    (theirs, plain, _), (ours, changed, after) = found
-    assert len(ours) > 10 and all(map(torch.equal, ours, theirs)) and plain == changed
-    for name, p in after.named_parameters():
-        cast = not p.requires_grad and p.ndim == 2 and p is not after.get_input_embeddings().weight
-        assert p.dtype == (torch.bfloat16 if cast else torch.float32), name

@@ -53,13 +53,12 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     cache = RolloutCache(model.config, width)
     model.eval()
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    # Autocast keeps its copies of weights only if they require gradients, so with LoRA it would cast the whole base
-    # model in every step (`cached_cast` in torch/csrc, autocast_mode.cpp). Nothing here computes a gradient.
+    # Autocast keeps its copies of weights only if they require gradients, so with LoRA it would cast a tied head in
+    # every step (`cached_cast` in torch/csrc, autocast_mode.cpp). Nothing here computes a gradient.
     for parameter in frozen:
         parameter.requires_grad_(parameter.is_floating_point())
     steps = decode(model, cache, inputs.clamp(min=0), attention_mask, positions)
-    pause = {"delay": script.PAUSE, "mininterval": script.PAUSE}
-    for t in script.tqdm(range(uniforms.shape[1]), "sampling", leave=False, **pause):
+    for t in script.tqdm(range(uniforms.shape[1]), "sampling", leave=False, disable=not sys.stderr.isatty()):
         logits = next(steps)
         if t == 0:
             logits = logits[owners]
