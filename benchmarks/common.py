@@ -48,7 +48,7 @@ def run(words, **environment):
 def find_script(name, folder, tree=ROOT):
     """The file of a script of the tree, or of what is made of it in the folder: grpo_llm_fsdp, or a variant, NAME_llm.
 
-    One that is made finds the embedded model next to it.
+    One that is made finds the bundled model next to it.
     """
     path = folder / f"{name}.py"
     if path.name in variants.SCRIPTS:
@@ -68,7 +68,7 @@ def find_script(name, folder, tree=ROOT):
 
 
 def make_model(folder, shape):
-    """Random weights, in bfloat16 on the disk, with the tokenizer of the embedded model: the number of parameters."""
+    """Random weights, in bfloat16 on the disk, with the tokenizer of the bundled model: the number of parameters."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 

@@ -1,8 +1,9 @@
 """Train with several seeds, two runs at a time, and keep the metrics in a compact form.
 
-    python benchmarks/learning.py ppo --seeds 1 2 3 4 5
-    python benchmarks/learning.py rloo --script grpo_llm.py --flags="--estimator rloo --kl-loss-coef 0" --seeds 1 2 3
-    python benchmarks/learning.py variants/cispo --script cispo --seeds 1 2 3          a variant, by its name
+    python benchmarks/learning.py ppo --flags="--total-iterations 40" --seeds 1 2 3 4 5
+    python benchmarks/learning.py rloo --script grpo_llm.py --seeds 1 2 3 \\
+        --flags="--total-iterations 40 --estimator rloo --kl-loss-coef 0"
+    python benchmarks/learning.py mine --script cispo --seeds 1 2 3          a variant, by its name, 20 iterations
 
 Each seed is one launch of one process with one thread; except for rounding, the results do not depend on the number of
 processes. The sharded scripts need two: --processes 2 --jobs 1. The metrics go to benchmarks/results/NAME.csv, a row

@@ -1,4 +1,4 @@
-"""Make the embedded default: a tiny language model with its own tokenizer, and the word problems it half knows.
+"""Make the bundled default: a tiny language model with its own tokenizer, and the word problems it half knows.
 
     python benchmarks/make_tiny.py            # 20 to 30 minutes on two CPU cores, writes benchmarks/tiny/
 

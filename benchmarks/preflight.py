@@ -101,9 +101,9 @@ def models(run, args, script, words, model):
     stop(kind in UNFIT, f"{kind} cannot be trained: its log-probs would be wrong, or its code would fail")
     look("gemma4" in kind, "a run ends when Gemma 4 samples its image placeholder: its log-probs differ there")
     look([*Path(model).glob("*processor*.json")], "best/ and final/ will lack its processor files, which servers want")
-    embedded = text.vocab_size == AutoConfig.from_pretrained(script.EMBEDDED["model"]).vocab_size
+    bundled = text.vocab_size == AutoConfig.from_pretrained(script.EMBEDDED["model"]).vocab_size
     other = {name: x for name, x in script.EMBEDDED.items() if name != "model" and getattr(args, name) != x}
-    look(embedded and "--model" in words and other, f"--model turned the embedded model's settings off: {other}")
+    look(bundled and "--model" in words and other, f"--model turned the bundled model's settings off: {other}")
     stop(Path(model).is_dir() and not [*Path(model).glob("*token*")], f"{model} has no tokenizer files")
     tokenizer = run.tokenizer = AutoTokenizer.from_pretrained(model)
     if args.chat_template not in (None, "none"):

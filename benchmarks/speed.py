@@ -9,7 +9,7 @@ TRL needs an environment of its own (`pip install trl`), in which this file runs
 measured. Beside its GRPOTrainer stands grpo_llm.py. PPOTrainer left TRL after 1.12.0; benchmarks/peers.py of commit
 133d37b runs it.
 
-All contenders take turns, round by round, on the embedded model and two processes. In a round, we take each contender's
+All contenders take turns, round by round, on the bundled model and two processes. In a round, we take each contender's
 median over the iterations after the warm-up, and their ratios; the number we report is the median of these ratios over
 the rounds. Results are appended to benchmarks/results/speed/measured.jsonl, or to the one in another folder
 (--results); `table` writes README.md next to it. Phases are timed from outside, by benchmarks/phases.py.
@@ -242,7 +242,7 @@ def table(args, folder):
     measured = read_lines(args.results / "measured.jsonl")
     of = common.grouped(measured, "what")
     text = (
-        "# Speed\n\nMedians, made by `python benchmarks/speed.py`, with OMP_NUM_THREADS=1. The embedded model and its "
+        "# Speed\n\nMedians, made by `python benchmarks/speed.py`, with OMP_NUM_THREADS=1. The bundled model and its "
     )
     text += f"task.\nMeasured on {', '.join(dict.fromkeys(row['machine'] for row in measured))}.\n"
     head = ["", "rounds", "iteration, s", "of it rollout", "tokens/s", "peak memory, MiB", "of TRL's time"]

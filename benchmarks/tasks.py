@@ -1,11 +1,11 @@
-"""Tasks for variants whose effect the embedded task cannot show, each with its own small model, made in seconds.
+"""Tasks for variants whose effect the bundled task cannot show, each with its own small model, made in seconds.
 
     python benchmarks/tasks.py sequence FOLDER      continue 2581, 4703.., with a model that knows nothing
     python benchmarks/tasks.py calculator FOLDER    word problems too large for the head of a model that can calculate
     python benchmarks/tasks.py boxes FOLDER         in which of two boxes? with a model that guesses, and guesses again
     python benchmarks/tasks.py guess FOLDER         a number from 1 to 7, three turns, with a model that seldom listens
-    python benchmarks/tasks.py lengths FOLDER       the embedded task, with a model that is now brief and now verbose
-    python benchmarks/tasks.py hard FOLDER          the embedded task, with a model that hardly ever shows its work
+    python benchmarks/tasks.py lengths FOLDER       the bundled task, with a model that is now brief and now verbose
+    python benchmarks/tasks.py hard FOLDER          the bundled task, with a model that hardly ever shows its work
 
 Each writes FOLDER/model; all but `lengths` and `hard` FOLDER/train.jsonl and FOLDER/test.jsonl, too.
 
@@ -14,22 +14,22 @@ arithmetic sequence modulo ten. Its rewards are functions of this file, `--rewar
 right digit until the first wrong one (`each_character`, for process_reward.patch), their sum as the score of the
 response (`one_score`), or a point for a whole answer (`all_or_nothing`).
 
-`calculator`: the embedded model after two minutes of pretraining on larger numbers, in which a fifth of the answers ask
+`calculator`: the bundled model after two minutes of pretraining on larger numbers, in which a fifth of the answers ask
 for results, `<calc>37*48</calc>1776` (for tool_call.patch).
 
 `boxes`: nothing tells in which of two boxes the nuts are, so half of the first answers are right, whatever is learned.
-The embedded model was pretrained for half a minute on guesses, in which a second answer has nothing to do with the
+The bundled model was pretrained for half a minute on guesses, in which a second answer has nothing to do with the
 first. Who listens is right the second time (for two_turns.patch).
 
 `guess`: a host thinks of a number from 1 to 7 and says "higher" or "lower" (notes/variants/guess.py). The model of 0.1M
 parameters was pretrained for half a minute on games in which three guesses of ten are among the numbers that are left,
 and wins four games of ten. Three guesses that halve what is left win all of them (for environment.patch).
 
-`lengths`: the embedded model after a minute of pretraining on worked answers that say their last step one to five
+`lengths`: the bundled model after a minute of pretraining on worked answers that say their last step one to five
 times, so there are right answers of many lengths (for length_control.py). Two rewards of it are functions of this file:
 right, and near 80 characters, by their names (`right_and_near`, for multi_reward.patch) or summed (`right_plus_near`).
 
-`hard`: the embedded model after a minute of pretraining in which 2% of the answers are worked and a quarter hasty (not
+`hard`: the bundled model after a minute of pretraining in which 2% of the answers are worked and a quarter hasty (not
 a third and a sixth): of groups of eight six in seven have no worked answer to learn from.
 """
 
@@ -60,7 +60,7 @@ def write_rows(folder, test, train):
 
 
 def pretrain(folder, draw, num_steps, batch=48, start=TINY / "model"):
-    """The embedded model, or the one in `start`, trained on rows that `draw(batch)` invents: each a list of texts, of
+    """The bundled model, or the one in `start`, trained on rows that `draw(batch)` invents: each a list of texts, of
     which the first, third.. are read and the others learned, with an EOS behind each."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     torch.manual_seed(1)

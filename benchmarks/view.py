@@ -49,9 +49,9 @@ def load_speller(folder, args, named):
     from transformers import AutoTokenizer
 
     model = str(args.get("model"))
-    embedded = TINY / "model"
-    if Path(model).parts[-3:] == embedded.parts[-3:]:  # the embedded model, perhaps of another machine
-        model = str(embedded)
+    bundled = TINY / "model"
+    if Path(model).parts[-3:] == bundled.parts[-3:]:  # the bundled model, perhaps of another machine
+        model = str(bundled)
     saved = [str(folder / name) for name in ("final", "best") if (folder / name / "tokenizer_config.json").exists()]
     for place in [named] if named else [*saved, model]:
         try:

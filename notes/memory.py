@@ -58,6 +58,15 @@ def count(shape, critic=False):
     return shape.layers * count_block(shape) + count_root(shape, critic)
 
 
+def count_cast(shape, critic=False):
+    """Parameters, biases included, of the linear layers that `wrap` casts to bfloat16 if they are frozen.
+
+    A head that is tied to the embedding stays in float32. Of the critic's, peft keeps a frozen copy.
+    """
+    head = shape.hidden + 1 if critic else 0 if shape.tied else shape.vocab * shape.hidden
+    return shape.layers * (count_block(shape) - 2 * shape.hidden) + head
+
+
 def count_trained(shape, lora_rank=0, critic=False):
     """Parameters that have a gradient: all, or rank * (in + out) per linear layer, and the critic's head."""
     if not lora_rank:
@@ -68,17 +77,20 @@ def count_trained(shape, lora_rank=0, critic=False):
 # What is there all the time
 
 
-def state(shape, lora_rank=0, critic=True):
+def state(shape, lora_rank=0, critic=True, cast=False):
     """In float32: weights, the reference (with LoRA none), Adam's two moments per trained parameter, and gradients.
 
-    Gradients are those of one model at a time: zero_grad frees the actor's before the critic makes its own.
+    Gradients are those of one model at a time: zero_grad frees the actor's before the critic makes its own. cast:
+    frozen linear layers are in bfloat16, as in the scripts that don't shard.
     """
     models = (False, True) if critic else (False,)
     trained = [count_trained(shape, lora_rank, c) for c in models]
-    weights = sum(count(shape, c) for c in models) + (sum(trained) if lora_rank else 0)
+    weights = 4 * sum(count(shape, c) for c in models)
+    if lora_rank:
+        weights += 4 * sum(trained) - 2 * cast * sum(count_cast(shape, c) for c in models)
     return {
-        "weights": 4 * weights,
-        "reference": 0 if lora_rank else 4 * count(shape),
+        "weights": weights,
+        "reference": 0 if lora_rank else 4 * count(shape) - 2 * cast * count_cast(shape),
         "adam": 8 * sum(trained),
         "gradients": 4 * max(trained),
     }
@@ -94,13 +106,15 @@ def exchange(shape, lora_rank=0):
     return 4 * (shape.vocab * shape.hidden + 2 * count_block(shape))
 
 
-def autocast_copies(shape, lora_rank=0, checkpointing=False):
+def autocast_copies(shape, lora_rank=0):
     """Weights of the linear layers in bfloat16, which autocast makes at their first use in a pass and then keeps.
 
-    Of frozen weights it keeps none, but the backward pass does: with LoRA and checkpointing those of one block.
+    With LoRA they are in bfloat16 already, except for a tied head, whose copy the backward pass keeps.
     """
+    if lora_rank:
+        return 2 * shape.vocab * shape.hidden * shape.tied
     block = count_block(shape) - 2 * shape.hidden  # autocast does not cast the norms
-    return 2 * (block * (1 if lora_rank and checkpointing else shape.layers) + shape.vocab * shape.hidden)
+    return 2 * (block * shape.layers + shape.vocab * shape.hidden)
 
 
 def activations(shape, tokens, bf16=False, sharded=False, checkpointing=False, plain_length=0):
@@ -184,11 +198,12 @@ def decoding(shape, rows, length, bf16=False, sharded=False, lora_rank=0):
     """Beside the keys and values, in the last step: the largest of three that are not there together.
 
     They are one layer's old keys, while the longer ones are made (or what autocast makes of that layer's keys and
-    values); the frozen head with LoRA, cast for this step; and `sample_tokens`: the model's logits, log-probs 4,
+    values); with LoRA a tied head, cast for this step; and `sample_tokens`: the model's logits, log-probs 4,
     probabilities 4, in float64 8, their sum 8.
     """
     longer = kv_cache(shape, rows, length, bf16, sharded) // (2 * shape.layers)
-    head = 2 * shape.vocab * (shape.hidden + rows) if lora_rank and bf16 and not sharded else 0
+    cast = lora_rank and shape.tied and bf16 and not sharded
+    head = 2 * shape.vocab * (shape.hidden + rows) if cast else 0
     return max(longer, head, rows * shape.vocab * ((2 if bf16 else 4) + 24))
 
 
@@ -203,10 +218,10 @@ def budget(
     checkpointing=False,
     offload=False,
     gathered=True,
-    tokens=2048,
+    tokens=4096,
     length=1024,
     response_length=512,
-    rows=128,
+    rows=256,
     microbatches=2,
     fused=True,
     graphs=False,
@@ -216,19 +231,19 @@ def budget(
     The defaults are the scripts'. tokens: of a micro-batch; rows: responses sampled at a time; microbatches: of an
     optimizer step (gradients are made by the first, so they do not stand beside its activations). fused: False on a GPU
     in float32, where none of torch's fused attention kernels takes fewer heads of keys than of queries. graphs: True
-    with notes/variants/graphs.py, whose cache has its full length from the start, in bfloat16 under autocast; frozen
-    weights are cast once a rollout, and all copies stay until it ends.
+    with notes/variants/graphs.py, whose cache has its full length from the start, in bfloat16 under autocast; with LoRA
+    the copy of a tied head stays until the rollout ends.
     """
     shards, kind = processes if sharded else 1, {"bf16": bf16, "sharded": sharded}
     prompt = length - response_length
-    held = state(shape, lora_rank, critic)
+    autocast = bf16 and not sharded
+    held = state(shape, lora_rank, critic, cast=autocast)
     if not use_reference:
         held["reference"] = 0
     held = {name: size // shards for name, size in held.items()}
     grads, kept = held["gradients"], sum(held.values()) - held["gradients"]
-    autocast = bf16 and not sharded
-    copies = autocast_copies(shape, lora_rank, checkpointing) if autocast else 0
-    copies_sampling = autocast_copies(shape) if autocast and (graphs or not lora_rank) else 0
+    copies = autocast_copies(shape, lora_rank) if autocast else 0
+    copies_sampling = copies if graphs or not lora_rank else 0
     running, ending = gathered_units(shape, bf16, lora_rank) if sharded else (0, 0)
     plain_length = 0 if fused or shape.heads == shape.kv_heads else length
     saved = activations(shape, tokens, checkpointing=checkpointing, plain_length=plain_length, **kind)
@@ -301,7 +316,7 @@ WAYS = {  # rows: a process's share of an evaluation of 512 rows, in which it sa
     "2 sharded": {"processes": 2, "sharded": True},
     "2 sharded, LoRA 16": {"processes": 2, "sharded": True, "lora_rank": 16},
     "2 sharded, offload": {"processes": 2, "sharded": True, "offload": True},
-    "4 sharded": {"processes": 4, "sharded": True},
+    "4 sharded": {"processes": 4, "rows": 128, "sharded": True},
     "8 sharded": {"processes": 8, "rows": 64, "sharded": True},
 }
 CARDS = 24, 40, 80, 141  # GB, taken as 10**9 bytes: what is left of a card is for CUDA and the allocator
@@ -377,7 +392,7 @@ def settings_table(shape, scripts=SCRIPTS, cards=CARDS):
 
 def main():
     print(
-        "GiB per device with the defaults: rows of 512 + 512 tokens, 2048 tokens per micro-batch, 128 rows sampled.\n"
+        "GiB per device with the defaults: rows of 512 + 512 tokens, 4096 tokens per micro-batch, 256 rows sampled.\n"
     )
     for model, shape in SHAPES.items():
         print(f"{model}: {count(shape):,} parameters, critic {count(shape, critic=True):,}")

@@ -104,14 +104,14 @@ def with_flags(text):
     for script, short in scripts.items():
         source = (ROOT / f"{script}.py").read_text()
         choices = dict(re.findall(r"(?m)^(\w+) = (Literal\[.*\])", source))
-        embedded = dict(re.findall(r'(?m)^    "(\w+)": (.*),$', source.replace('f"{TINY}/', '"embedded ')))
+        bundled = dict(re.findall(r'(?m)^    "(\w+)": (.*),$', source.replace('f"{TINY}/', '"bundled ')))
         for part in re.split(r"\n    # ", re.search(r"(?s)class Args:\n(.*?)\n\n\n", source)[1])[1:]:
             title, *lines = part.strip().splitlines()
             for line in lines:
                 name, kind, default, says = re.fullmatch(r"    (\w+): (.*?)(?: = (.*?))?  # (.*)", line).groups()
                 default = {"None": "unset", "False": "off"}.get(default, (default or "required").strip('"'))
-                if name in embedded:
-                    default += f" ({embedded[name]})".replace('"', "").replace("()", '("")')
+                if name in bundled:
+                    default += f" ({bundled[name]})".replace('"', "").replace("()", '("")')
                 if values := re.findall('"(.*?)"', choices.get(kind, kind)):
                     says += f" ({', '.join(values)})"
                 parts.setdefault(title, {}).setdefault(name, [says]).append((short, default))

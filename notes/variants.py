@@ -211,7 +211,7 @@ def apply(chosen, file, on=None):
         )
     print(f"wrote {file}: {parents}")
     if ROOT not in file.resolve().parents:
-        print("It is outside the project, without the embedded model and task: run it with --model and --dataset")
+        print("It is outside the project, without the bundled model and task: run it with --model and --dataset")
 
 
 def rebase():

@@ -108,7 +108,7 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "fsdp": (lambda: write("accelerate.yaml", "distributed_type: FSDP"), "", "asks for ['FSDP']"),
     "run folder": (lambda: os.makedirs("runs/one"), "--run-name one", "stop: the run folder runs/one exists"),
     "resumed": (resumed, "--run-name one --resume", "look: changed since the run was last started: seed 7 -> 1\n"),
-    "embedded": (None, f"--model {ROOT}/benchmarks/tiny/model", "look: --model turned the embedded model's"),
+    "embedded": (None, f"--model {ROOT}/benchmarks/tiny/model", "look: --model turned the bundled model's"),
 }
 
 

@@ -28,7 +28,7 @@ RUNS = {m[4]: (m[2], int(m[1] or 1), shlex.split(m[3])) for m in map(re.compile(
 def clone(tmp_path_factory):
     """A folder that looks like a clone, in which the page's lines that make scripts were run, as they stand."""
     folder = tmp_path_factory.mktemp("clone")
-    for name in "ppo_llm.py", "grpo_llm.py", "ppo_llm_fsdp.py", "notes":
+    for name in "ppo_llm.py", "grpo_llm.py", "ppo_llm_fsdp.py", "notes", "benchmarks":
         (folder / name).symlink_to(ROOT / name)
     for line in COMMANDS:
         if line.startswith(("git merge-file", "python notes/variants.py")):

@@ -3,7 +3,7 @@
     python benchmarks/campaigns/faults.py kills 50     kill -9 at random moments, then --resume: the same weights?
     python benchmarks/campaigns/faults.py signals 8    SIGTERM at random moments on a busy machine, then --resume
 
-Each run has two processes on a CPU, the embedded model and small batches. The scripts take turns, together with the
+Each run has two processes on a CPU, the bundled model and small batches. The scripts take turns, together with the
 fourth one that they compose and, in `kills`, a variant that saves additional state; --scripts selects fewer. They are
 copied first, so you can edit them meanwhile. Results go to benchmarks/results/faults/. `kills` appends to its
 kills.jsonl, and `kills 0` only writes its table again. Of the extras, `test` brings psutil.

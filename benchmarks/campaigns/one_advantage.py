@@ -1,6 +1,6 @@
 """PPO with one advantage for a whole response, its score minus one forecast, instead of GAE (section 1.7): a script.
 
-    python benchmarks/learning.py one-advantage-first --flags="--at first" \\
+    python benchmarks/learning.py one-advantage-first --flags="--at first --total-iterations 40" \\
         --script benchmarks/campaigns/one_advantage.py --seeds 1 2 3
 
 `--at first` takes the value of the prompt, `--at last` the value before the last token, which has seen the answer. Only

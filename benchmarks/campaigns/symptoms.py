@@ -4,7 +4,7 @@
     python benchmarks/campaigns/symptoms.py one-step nan      only these
     python benchmarks/campaigns/symptoms.py bug eos-untrained --total-iterations 8      one bug; flags are the script's
 
-Each run is one command on the embedded default with one process: flags that break a run, or a bug that is easy to write
+Each run is one command on the bundled default with one process: flags that break a run, or a bug that is easy to write
 into a script, which replaces one function and says nothing. No bug raises an exception. Some would be stopped because
 sampler and training pass differ; here, the message is printed and the run continues.
 

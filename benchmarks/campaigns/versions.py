@@ -26,7 +26,7 @@ import variants
 from common import ROOT, TINY, find_script, launcher, read_lines
 
 FOLDER = ROOT / "runs" / "versions"
-CHAT = FOLDER / "chat"  # the embedded model with a chat template
+CHAT = FOLDER / "chat"  # the bundled model with a chat template
 # Nothing is left to a commit's defaults or guesses.
 COMMON = "--total-iterations 3 --eval-every 2 --eval-rows 16 --save-every 0 --track none --max-response-length 32"
 COMMON += (

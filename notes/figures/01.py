@@ -212,7 +212,7 @@ def token_table(row=5):
 
 
 def credit():
-    """True values of the embedded model, by 300 continuations from every beginning, and what follows from them."""
+    """True values of the bundled model, by 300 continuations from every beginning, and what follows from them."""
     tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
     model = load_model(str(TINY / "model"), AutoModelForCausalLM)
     eos_ids = collect_eos_ids(model, tokenizer)

@@ -16,7 +16,7 @@ At least nine tasks run an answer as Python, or let sympy do so (binary_matrix, 
 string_insertion; countdown, puzzle24, polynomials and integrals): train on them only where a model's code can do no
 harm.
 
-Measured: letter_counting with the embedded model, one seed, 40 iterations: sampled rises from 10.8% to 29.7%, because
+Measured: letter_counting with the bundled model, one seed, 40 iterations: sampled rises from 10.8% to 29.7%, because
 the model says 1.
 
 The file may not be called reasoning_gym.py: Python would then find it where it looks for the library.

@@ -4,7 +4,7 @@ Group: the reward, as a file
     JUDGE_MODEL=Qwen/Qwen2.5-1.5B-Instruct accelerate launch ppo_llm.py --reward notes/variants/judge.py:judge ...
 
 The score is the log-probability of " Yes" after the rubric. A frozen model on the rank's device computes it, for a
-whole batch together. JUDGE_MODEL is a transformers folder or hub id (default: the embedded model, which knows nothing
+whole batch together. JUDGE_MODEL is a transformers folder or hub id (default: the bundled model, which knows nothing
 of judging), JUDGE_RUBRIC a text with {prompt}, {response} and {answer}, JUDGE_BATCH the rows of one forward pass
 (default: 16). Use it if you have a rubric but no rule, and expect the policy to find out what else the judge likes
 (length, praise).

@@ -9,7 +9,7 @@ The file is one to copy for another library whose tasks score a text: a column o
 `entry`, which gym_tasks.py writes), and `step` asks its verifier. A right answer counts half in the second try. A part
 of one counts nothing, or chain_sum would pay .5 for 16 where 6 is right.
 
-Measured: sums of two numbers with the embedded model, one seed, 20 iterations: 98% of the games have a second try,
+Measured: sums of two numbers with the bundled model, one seed, 20 iterations: 98% of the games have a second try,
 rollout/logprob_diff stays below 5e-7, and nothing is learned. The model never learned to answer such questions: 1 or 2%
 of its games are won, and greedily it says "#### 1" in both tries.
 """

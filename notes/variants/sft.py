@@ -1,7 +1,7 @@
 """Supervised fine-tuning (SFT): a policy learns to imitate answers that somebody wrote.
 Group: the stages before PPO
 
-    accelerate launch notes/variants/sft.py --train-rows 64                              the embedded task
+    accelerate launch notes/variants/sft.py --train-rows 64                              the bundled task
     accelerate launch notes/variants/sft.py --model MODEL --dataset DATA ...             on any number of processes
     accelerate launch ppo_llm.py --model runs/sft/final --dataset DATA ...               the next stage
 
@@ -30,7 +30,7 @@ import ppo_llm
 class Args:
     """Supervised fine-tuning. Flags that the scripts have, too, mean the same here."""
 
-    model: str  # transformers folder or hub id (unset: the embedded model, with its settings)
+    model: str  # transformers folder or hub id (unset: the bundled model, with its settings)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     lora_rank: int = 0  # with LoRA, too, final/ is a whole model
     gradient_checkpointing: bool = False

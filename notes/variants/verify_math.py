@@ -15,7 +15,7 @@ response must now state a number: 83, 83.0, or a fraction if it isn't a whole nu
 number counts instead. Where the data's answer is a formula, another formula may be right, but not one from the prompt.
 One hole is left: asked to simplify a formula, a model may write it in another way that is no simpler.
 
-Measured: the embedded task, one seed, 20 iterations: greedy rises from 0.2% to 99.2%, sampled from 30.8% to 94.2%.
+Measured: the bundled task, one seed, 20 iterations: greedy rises from 0.2% to 99.2%, sampled from 30.8% to 94.2%.
 
 If the library cannot read an answer in the data, we report it once, and every response to it scores 0: one odd row
 shouldn't end a run in its third hour.
