@@ -390,7 +390,15 @@ def begin(script, flags, victim):
     return [start(script, flags, machine=[*words, "--machine_rank", str(rank)]) for rank in range(2)]
 
 
-VICTIMS = [("ppo_llm", "worker"), ("ppo_llm_fsdp", "launcher"), ("grpo_llm", "machine")]
+def ranks_of(launchers):
+    """Their two processes that train."""
+    children = [child for process in launchers for child in psutil.Process(process.pid).children(recursive=True)]
+    ranks = [child for child in children if "--run-name" in child.cmdline()]
+    assert len(ranks) == 2
+    return ranks
+
+
+VICTIMS = [("ppo_llm", "worker"), ("ppo_llm_fsdp", "worker"), ("grpo_llm", "machine")]
 
 
 @pytest.mark.slow
@@ -402,10 +410,8 @@ def test_a_killed_run_goes_on_to_the_bit(script, run, victim):
     launchers = begin(script, flags, victim)
     wait_for(lambda: (run_dir / "checkpoints" / checkpoint(script, 3)).exists())
     gate.touch()  # the ranks wait here, in iteration 4 or later
-    children = [child for process in launchers for child in psutil.Process(process.pid).children(recursive=True)]
-    ranks = [child for child in children if "--run-name" in child.cmdline()]
-    assert len(ranks) == 2
-    os.kill(launchers[0].pid if victim == "launcher" else ranks[1].pid, signal.SIGKILL)
+    ranks = ranks_of(launchers)
+    ranks[1].kill()
     gate.unlink()
     assert all(process.communicate(timeout=200) and process.returncode != 0 for process in launchers)
     psutil.wait_procs(ranks, timeout=200)
@@ -415,6 +421,21 @@ def test_a_killed_run_goes_on_to_the_bit(script, run, victim):
         console, _ = process.communicate(timeout=400)  # six are three and three; each machine shows its own
         assert "2 process(es) on cpu" in console and f"run folder {run_dir}, iterations 4 to 6\n" in console, console
     assert_same(run_dir, run_dir.with_name("unbroken"))
+
+
+@pytest.mark.slow
+def test_without_its_launcher_a_run_goes_on_and_keeps_others_out(script, run):
+    flags, gate, run_dir = run
+    gate.touch()
+    process = start(script, flags)
+    wait_for(lambda: len(list(gate.parent.glob("gate?"))) == 2)
+    ranks = ranks_of([process])
+    process.kill()
+    code, console = forked(script, flags | {"resume": True}, 1)
+    assert code == 1 and any(f"{run_dir} is in use by process {rank.pid} on " in console for rank in ranks), console
+    gate.unlink()
+    process.communicate(timeout=200)  # until the ranks have closed the pipe
+    assert len(read_metrics(run_dir)) == 7 and (run_dir / "final").exists()
 
 
 @pytest.mark.slow
