@@ -296,6 +296,8 @@ def test_flags_that_are_refused(algo, refused, toy_run, toy_data, tmp_path, monk
     assert refused(max_prompt_length=5) == f"error: {toy_data}: {sentence}"
     for reward in "exact", "rewards:f", "nowhere/rewards.py:f":
         assert refused(reward=reward).startswith(f"error: --reward {reward} {REWARD}")
+    other = write_rows(tmp_path / "rows.txt", toy_rows(2))
+    assert refused(dataset=other) == f"error: {other} is not a .json, .jsonl, .csv or .parquet file"
     monkeypatch.setattr("sys.argv", ["script.py", "--model", "m", "--answer-column", "None"])
     sentence = refused(reward="gsm8k", answer_column=algo.parse_args().answer_column)
     assert sentence.endswith("row 1: --reward gsm8k needs one number as the reference answer, not None")

@@ -66,7 +66,9 @@ def make_batch(algo):
 
 def prompts_of(*lengths):
     rng = random.Random(3)
-    return [[rng.randrange(FIRST_CHAR, VOCAB) for _ in range(n)] for n in lengths]
+    prompts = [[rng.randrange(FIRST_CHAR, VOCAB) for _ in range(n)] for n in lengths]
+    prompts[0][1] = 0  # an id like any other
+    return prompts
 
 
 def noise(rows, steps, seed=5):
@@ -80,7 +82,11 @@ def sample(algo, model, prompts, uniforms, eos_ids=(EOS,), temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_logprobs_equal_bare_prefixes(algo, model, temperature):
     tokens, mask = make_batch(algo)
-    logprobs, entropy = algo.Policy(model, temperature)(tokens, mask)
+    policy = algo.Policy(model, temperature)
+    logprobs, entropy = policy(tokens, mask)
+    with torch.no_grad():
+        same, none = policy(tokens, mask)
+    assert torch.equal(same, logprobs) and not none.any()  # the entropy only where a loss may use it
     for i, t in mask.nonzero().tolist():
         expected = (model(tokens[i : i + 1, : t + 1]).logits[0, -1] / temperature).log_softmax(-1)
         assert logprobs[i, t].item() == pytest.approx(expected[tokens[i, t + 1]].item(), abs=2e-5)
@@ -210,6 +216,7 @@ def test_a_trained_critic_is_what_is_saved(algo, folder, tmp_path, lora_rank):
         plain.load_adapter(tmp_path)
     else:
         plain = load_critic(algo, str(tmp_path)).model  # as the next critic
+        assert AutoConfig.from_pretrained(tmp_path).architectures == [AutoModel.from_pretrained(folder)._get_name()]
     with torch.no_grad():
         expected = torch.where(mask, plain.score(plain(tokens).last_hidden_state)[..., 0], 0)
         values = critic(tokens, mask)

@@ -49,7 +49,7 @@ def test_a_constant_group_gets_exactly_zero_and_no_other(estimator):
         assert advantages(pair * 3, 2, estimator).abs().min() > 0
 
 
-PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16], [9, 10]]
+PROMPTS = [[5, 6, 7, 8], [9], [10, 0, 12, 13, 14, 15, 16], [9, 10]]
 
 
 def test_responses_to_one_prompt_are_those_to_each_alone(model, spy):  # noqa: F811

@@ -10,7 +10,7 @@ from dataclasses import fields
 import pytest
 import torch
 from accelerate import tracking
-from conftest import each_script, make_model, read_metrics, read_rows, refusal, untimed
+from conftest import KL_LIMITS, each_script, make_model, read_metrics, read_rows, refusal, untimed
 from transformers import AutoModelForSequenceClassification
 
 PPO = "ppo_llm", "ppo_llm_fsdp"
@@ -62,10 +62,11 @@ KEPT = ["prompt", "answer", "response", "score", "parts", "length", "truncated",
 
 
 @each_script("ppo_llm")
-def test_evaluations_and_the_completions_that_are_kept(toy_run, spy, algo):
+def test_evaluations_and_the_completions_that_are_kept(toy_run, spy, algo, capsys):
     """Evaluated greedily and at temperature 1. What is written in training shows reward hacking first."""
     calls = spy(algo, "generate")
-    run_dir, metrics = toy_run(eval_rows=5, total_iterations=3, eval_every=2, temperature=0.5)
+    flags = {"eval_rows": 5, "max_response_length": 24, "temperature": 0.5}
+    run_dir, metrics = toy_run(total_iterations=3, eval_every=2, **flags)
     assert [args[4] for args, _ in calls] == [0, 1, 0.5, 0.5, 0, 1, 0.5, 0, 1]
     assert torch.equal(calls[1][0][2], calls[8][0][2])  # with the same noise each time
     assert all(0 < m["time/rollout"] < m["time/iteration"] < 60 for m in metrics[1:])
@@ -78,10 +79,16 @@ def test_evaluations_and_the_completions_that_are_kept(toy_run, spy, algo):
             assert row.keys() == {*KEPT, *(["batch"] if name == "step" else [])} and row["parts"] == {}
             assert row["row"] == {"question": row["prompt"], "answer": row["answer"]}
         assert metrics[3][score] == pytest.approx(sum(row["score"] for row in rows) / number, abs=1e-6)
+        if name == "eval_sampled":
+            assert metrics[3]["eval/length_mean"] == sum(row["length"] for row in rows) / 5
+            assert metrics[3]["eval/truncated_frac"] == sum(row["truncated"] for row in rows) / 5
+            assert 0 < metrics[3]["eval/truncated_frac"] < 1
     kept = sorted(path.name for path in run_dir.glob("completions/step*"))
     assert kept == [f"step_{iteration:06d}.jsonl" for iteration in (1, 2, 3)]
     run_dir, _ = toy_run(eval_every=1, eval_rows=0)  # without an evaluation, too
     assert sorted(path.name for path in run_dir.glob("completions/*")) == kept[:2]
+    *_, line, model, view = capsys.readouterr().out.splitlines()  # and none is the best
+    assert line.startswith("iteration 2/2") and model.endswith("/final") and "/view.py " in view
 
 
 @each_script("ppo_llm", "grpo_llm")
@@ -93,11 +100,11 @@ def test_the_first_64_responses_are_kept_token_by_token(algo, toy_run, spy):
     sizes = {"batch_size": 22, "group_size": 3} if grpo else {"batch_size": 66}
     run_dir, _ = toy_run(total_iterations=1, minibatch_size=66, **sizes)
     (_, (tokens, mask, _, lengths)), (_, logprobs) = batches[0], passes[0]
-    expected, (((_, _, _, responses), results),) = {}, rewarded
-    for i in range(63 if grpo else 64):
-        expected[str(tokens[i, : lengths[i]].tolist())] = i
+    ((_, _, _, responses), results) = rewarded[0]
+    kept = 63 if grpo else 64
+    expected = {str(tokens[i, : lengths[i]].tolist()): i for i in range(kept)}
     rows = [row for row in read_rows(run_dir / "completions" / "step_000001.jsonl") if "batch" in row]
-    assert len(rows) == 63 if grpo else 64
+    assert len(rows) == kept
     for row in rows:
         batch, i = row["batch"], expected.pop(str(row["batch"]["tokens"]))
         columns = {"tokens", "mask", "logprobs", "ratio", "kl", "advantages"} | ({"values"} if not grpo else set())
@@ -109,6 +116,16 @@ def test_the_first_64_responses_are_kept_token_by_token(algo, toy_run, spy):
         assert batch["logprobs"] == pytest.approx([*map(float, logprobs[i, : lengths[i]])], abs=1e-6)
         assert all(any(batch[name]) for name in ("ratio", "advantages")) and batch["kl"][-1] == 0
     assert not expected
+
+
+@each_script("ppo_llm", "grpo_llm")
+def test_of_128_ranks_each_keeps_a_row_or_a_group(algo, toy_run, monkeypatch):
+    """This one takes itself for one of them: it has a prompt of 128."""
+    monkeypatch.setattr(algo.Accelerator, "num_processes", 128)
+    size = 2 if "grpo" in algo.__name__ else 1
+    run_dir, _ = toy_run(total_iterations=1, batch_size=128, minibatch_size=128 * size)
+    rows = read_rows(run_dir / "completions" / "step_000001.jsonl")
+    assert len(rows) == size and all("batch" in row for row in rows)
 
 
 @pytest.fixture
@@ -126,7 +143,7 @@ def scripted(algo, monkeypatch):
 BEST = {"eval_rows": 2, "eval_every": 1, "lr": 1e-2}
 
 
-def test_the_best_is_kept(toy_run, algo, spy, scripted, capsys, toy_reward):
+def test_the_best_is_kept(toy_run, algo, spy, scripted, capsys, toy_reward, toy_data):
     """Better than before training and than all since by this reward, also before a restart. A tie is no improvement."""
     flags = BEST | {"run_name": "mine", "resume": True, "save_every": 1}
     saves = spy(algo, "save_models", lambda path, *rest: (path.name, len(read_metrics(path.parent))))
@@ -139,17 +156,25 @@ def test_the_best_is_kept(toy_run, algo, spy, scripted, capsys, toy_reward):
     scripted([0.5, 0.6])
     toy_run(total_iterations=4, **flags)
     assert (run_dir / "best" / "model.safetensors").read_bytes() == best
-    assert "the best greedy score came after iteration 2 (" in capsys.readouterr().out
+    said = "the best greedy score was that of iteration {}: " + f"{run_dir}/best\n"
+    assert capsys.readouterr().out.count(said.format(2)) == 2
     removals.clear()  # until the new one is complete, the one before stays
     scripted([0.7, 0.65])
     toy_run(total_iterations=6, **flags)
     assert removals[:2] == [["best"], ["best", "unfinished"]] and not list(run_dir.rglob("unfinished"))
     last, final = ((run_dir / name / "model.safetensors").read_bytes() for name in ("best", "final"))
     assert len({best, last, final}) == 3 and not (run_dir / "best" / "left").exists()
-    assert f"the best greedy score came after iteration 5 ({run_dir}/best, " in capsys.readouterr().out
-    scripted([0.1])  # by a reward that is another by its name
-    toy_run(total_iterations=7, **flags | {"reward": toy_reward.replace("toy_r", "./toy_r")})
-    assert "greedy score came after iteration 7" in capsys.readouterr().out
+    assert said.format(5) in capsys.readouterr().out
+    changes = (
+        {"reward": toy_reward.replace("toy_r", "./toy_r")},
+        {"dataset": f"{toy_data}/"},
+        {"eval_dataset": f"{toy_data}/."},
+    )
+    for iteration, change in enumerate(changes, 7):  # by a reward or data that are others by their names
+        flags |= change
+        scripted([0.8 - iteration / 10])
+        toy_run(total_iterations=iteration, **flags)
+        assert said.format(iteration) in capsys.readouterr().out
 
 
 def test_credit_lost_off_the_end_is_seen(algo, toy_run, monkeypatch):
@@ -182,6 +207,9 @@ def no_numbers(mask, logprobs):
     return mask, logprobs * math.nan
 
 
+GUARD = "sampler and training pass have a KL of "
+
+
 def refused(run, *words):
     """In one sentence with these words."""
     sentence = refusal(run)
@@ -192,7 +220,7 @@ def refused(run, *words):
     "wrong, first, words",
     [
         (shifted, 1, ()),
-        (no_numbers, 2, ("differ by nan (limit 0.01)",)),  # not above any limit, but refused, too
+        (no_numbers, 2, ("a KL of nan (limit ",)),  # not above any limit, but refused, too
     ],
 )
 def test_a_sampler_that_disagrees_ends_the_run_before_a_step(
@@ -200,9 +228,36 @@ def test_a_sampler_that_disagrees_ends_the_run_before_a_step(
 ):
     steps = spy(torch.optim.AdamW, "step", lambda optimizer: optimizer)
     mislead(algo, monkeypatch, wrong, first)
-    refused(toy_run, f"iteration {first}: sampler and training pass differ by", "wrong mask or weights", *words)
+    refused(toy_run, f"iteration {first}: {GUARD}", "wrong mask, weights or sampler (see notes, 6.7)", *words)
     assert len(read_metrics(tmp_path / "runs" / "run0")) == first
     assert len(steps) == (first - 1) * 2 * len({*steps})  # two minibatches
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("dtype", KL_LIMITS)
+def test_how_far_the_sampler_may_be_off(algo, toy_run, monkeypatch, dtype, alone):
+    """In all responses by as much, or in one of 64, of ten tokens. A sum is divided by 16 tokens at least."""
+
+    def off(share):
+        def wrong(mask, logprobs):
+            lengths = mask.sum(1)
+            rows = (lengths == 10).cumsum(0) * (lengths == 10) == 1 if alone else lengths > 0
+            k3 = share * KL_LIMITS[dtype] / 0.7 * 16 / (10 / 32 if alone else lengths.float().mean().item())
+            x = math.sqrt(2 * k3)
+            for _ in range(20):  # Newton: exp(x) - 1 - x = k3
+                x -= (math.expm1(x) - x - k3) / math.expm1(x)
+            return mask, torch.where(mask & rows[:, None], logprobs - x, logprobs)
+
+        with monkeypatch.context() as patch:
+            mislead(algo, patch, wrong)
+            flags = {"batch_size": 64, "minibatch_size": 64, "dtype": dtype, "temperature": 0.7}
+            return toy_run(total_iterations=1, **flags)[1][1]
+
+    if dtype == "float32":  # has one limit for all temperatures
+        monkeypatch.setitem(KL_LIMITS, dtype, 0.7 * KL_LIMITS[dtype])
+    expected = 0.8 * KL_LIMITS[dtype] / 0.7 * (32 / 64 if alone else 1)
+    assert off(0.8)["rollout/kl"] == pytest.approx(expected, rel=1e-3 if dtype == "float32" else 0.1)
+    refused(lambda: off(1.25), f"iteration 1: {GUARD}")
 
 
 @each_script("ppo_llm")
@@ -213,7 +268,7 @@ def test_while_the_critic_warms_up_the_policy_is_logged_unchanged(algo, toy_run,
     assert warm["actor/ratio_mean"] == warm["actor/ratio_max"] == 1 and warm["actor/approx_kl"] == 0
     assert warm["rollout/logprob_diff"] < 1e-5 and warm["critic/grad_norm"] > 0 and trained["actor/grad_norm"] > 0
     mislead(algo, monkeypatch, shifted)
-    refused(lambda: toy_run(critic_warmup_iterations=1), "iteration 1: sampler and training pass differ by")
+    refused(lambda: toy_run(critic_warmup_iterations=1), f"iteration 1: {GUARD}")
 
 
 @each_script()
@@ -242,7 +297,8 @@ SIZES = SIZES.split()
 def numbers_of(algo):
     """{flag that is a number: its least value}; the entropy bonus may be a penalty, too."""
     numbers = [field.name for field in fields(algo.Args) if field.type in (int, float)]
-    return {name: int(name in SIZES) for name in numbers if name != "entropy_coef"}
+    numbers.remove("entropy_coef")
+    return dict.fromkeys(numbers, 0) | dict.fromkeys({*SIZES} & {*numbers}, 1) | {"temperature": 0.001}
 
 
 @each_script("ppo_llm", "grpo_llm")
@@ -252,10 +308,10 @@ def test_a_number_below_its_least_value(algo, toy_run, monkeypatch, tmp_path):
     numbers = numbers_of(algo)
     assert len(numbers) > 20 and {"lr", "max_grad_norm", "keep_checkpoints", "lora_rank"} < numbers.keys()
     for name, least in numbers.items():
-        for value in (-1, math.nan, 0) if least == 1 else (-1, math.nan):
+        for value in (-1, math.nan, 0) if least else (-1, math.nan):
             sentence = f"error: --{name} must be at least {least}, but is {value}"
             assert refusal(lambda n=name, v=value: toy_run(**{n: v})) == sentence
-    assert sum(numbers.values()) == len(SIZES) - ("group_size" not in numbers) and list(tmp_path.iterdir()) == []
+    assert [*numbers.values()].count(1) == len(SIZES) - ("group_size" not in numbers) and not [*tmp_path.iterdir()]
 
 
 @each_script(*PPO)

@@ -131,6 +131,13 @@ def test_k3_near_zero(algo):
     assert exact.mean().item() == pytest.approx(x.double().square().mean().item() / 2, rel=1e-4)
 
 
+@pytest.mark.parametrize("x", [1e-6, -1e-6, 1e-4, 1.0, 4.9, 6.0, 50.0])
+def test_the_gradient_of_k3_in_float32(algo, x):
+    """To rounding next to 1: what the tangent adds beyond 5 must not be added and taken away again below it."""
+    slope = gradient(lambda logprobs: algo.kl_penalty(logprobs, torch.tensor(x), "k3"), torch.tensor(0.0))
+    assert slope.item() == pytest.approx(-math.expm1(min(x, 5)), rel=1e-6, abs=6e-8)
+
+
 def clips(algo, low, high):
     return algo.Args(model="none", clip_low=low, clip_high=high)
 

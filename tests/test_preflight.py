@@ -106,7 +106,7 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "batch": (None, "--batch-size 7", "make no minibatches of 64: nearest are --batch-size 7 --minibatch-size 7"),
     "temperature": (None, "--temperature 0", "stop: --temperature 0 divides by zero"),
     "fsdp": (lambda: write("accelerate.yaml", "distributed_type: FSDP"), "", "asks for ['FSDP']"),
-    "run folder": (lambda: os.makedirs("runs/one"), "--run-name one", "stop: the run folder runs/one exists"),
+    "run folder": (lambda: os.makedirs("runs/one"), "--run-name one", "/runs/one exists: choose another --run-name"),
     "resumed": (resumed, "--run-name one --resume", "look: changed since the run was last started: seed 7 -> 1\n"),
     "embedded": (None, f"--model {ROOT}/benchmarks/tiny/model", "look: --model turned the bundled model's"),
 }

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
 from conftest import compose, each_script, forked, launch, make_model, read_metrics, refusal, start, untimed
 from ranks import BrokenOff, fork_ranks, free_port, load_script, run_ranks, train
 from transformers import PreTrainedTokenizerBase
@@ -88,7 +89,15 @@ def test_which_folder_and_which_checkpoint(algo, tmp_path):
         return algo.find_run(algo.Args(model="any", output_dir=str(tmp_path), **flags))
 
     newest, older = (checkpoint(algo, iteration) for iteration in (4, 2))
-    for name in newest, older, f"{newest}.bak", f"{newest}.tmp", f"{newest}~", f"old_{newest}", "unfinished":
+    later = (
+        "step_000009 (copy).pt",
+        "step_000009.part",
+        "step_000009.pt.bak",
+        "step_000009~",
+        "step_9.tmp",
+        "unfinished",
+    )
+    for name in newest, older, *later, f"old_{newest}":
         (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
     assert find(run_name="run", resume=True) == (tmp_path / "run", tmp_path / "run" / "checkpoints" / newest)
     run_dir, found = find()
@@ -96,6 +105,29 @@ def test_which_folder_and_which_checkpoint(algo, tmp_path):
     assert found is None and not run_dir.exists()
     assert "--resume needs --run-name" in refusal(lambda: find(resume=True))
     assert "run exists" in refusal(lambda: find(run_name="run"))
+
+
+def found_by(script, folder, own):
+    """What this rank, whose disk is a folder of its own, takes for the newest checkpoint."""
+    algo = load_script(script)
+    dist.init_process_group("gloo")
+    PartialState(cpu=True)
+    place = f"{folder}/{own[dist.get_rank()]}"
+    _, path = algo.find_run(algo.Args(model="any", output_dir=place, run_name="run", resume=True))
+    dist.barrier()
+    return path
+
+
+@pytest.mark.parametrize("own", [("here", "there"), ("there", "here")])
+def test_the_checkpoint_is_that_of_rank_0_on_every_rank(script, algo, tmp_path, own):
+    """Or none. A rank that doesn't see it ends, and the run with it, rather than begin another."""
+    path = tmp_path / "here" / "run" / "checkpoints" / checkpoint(script, 4)
+    path.mkdir(parents=True)
+    expected = path if own[0] == "here" else None
+    assert run_ranks(2, found_by, str(script), str(tmp_path), own) == [expected] * 2
+    path.rmdir()
+    with pytest.raises(FileNotFoundError, match=str(path)):
+        algo.load_checkpoint(path, {})
 
 
 @pytest.mark.parametrize("script, writer", [("ppo_llm", "grpo_llm"), ("ppo_llm_fsdp", "ppo_llm")], indirect=["script"])
@@ -164,15 +196,24 @@ def test_old_checkpoints_go(algo, toy_run):
     assert checkpoints_of(run_dir) == [checkpoint(algo, iteration) for iteration in (2, 3, 4)]
 
 
-@pytest.mark.parametrize(
-    "whole, torn, steps", [(4, 0, [0, 1, 2, 3, 4]), (3, 20, [0, 1, 2, 3, 4]), (2, 0, [0, 1, 3, 4])]
-)
-def test_lines_after_the_checkpoint_go_and_lines_that_are_missing_stay_missing(toy_run, whole, torn, steps):
-    """The checkpoint is of iteration 2; the file has so many whole lines, and so many bytes of the next one."""
+# What is left of the four lines, and the steps that stand there in the end.
+LEFT = [
+    (lambda lines: lines, [0, 1, 2, 3, 4]),
+    (lambda lines: lines[:2], [0, 1, 3, 4]),
+    (lambda lines: [*lines[:3], lines[3][:20]], [0, 1, 2, 3, 4]),
+    (lambda lines: [*lines[:2], lines[2][:20]], [0, 1, 3, 4]),  # half a line beside a complete checkpoint
+    (lambda lines: [*lines[:2], "\n", *lines[2:]], [0, 1, 2, 3, 4]),
+    (lambda lines: [lines[0], *lines[2:]], [0, 2, 3, 4]),
+]
+
+
+@pytest.mark.parametrize("left, steps", LEFT)
+def test_lines_after_the_checkpoint_go_and_lines_that_are_missing_stay_missing(toy_run, left, steps):
+    """The checkpoint is of iteration 2."""
     run_dir, _ = toy_run(total_iterations=3, save_every=2, run_name="run")
     file = run_dir / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:whole]) + "".join(lines[whole:])[:torn])
+    file.write_text("".join(left(lines)))
     _, metrics = toy_run(total_iterations=4, run_name="run", resume=True)
     assert [m["step"] for m in metrics] == steps
 
@@ -255,7 +296,7 @@ def test_a_folder_that_a_rival_has_made_meanwhile(algo, toy_run, tmp_path, monke
     assert (tmp_path / "lock").exists()
 
 
-# ---------------------------------------------------------------------------------------- signals, and a lost launcher
+# ------------------------------------------------------------------------------------------------------------- signals
 
 REWARD = """
 import os
@@ -288,14 +329,22 @@ def interrupted(folder, signals=(), call=2):
     return f"{folder}/{name}.py:early"
 
 
-def test_sigterm_and_ctrl_c_finish_the_iteration_and_save(algo, toy_run, tmp_path, capsys):
-    """However often they come."""
-    signals = ["SIGTERM", "SIGINT"] * 2
+@pytest.mark.parametrize("signals", [["SIGTERM", "SIGINT"] * 2, ["SIGHUP"]])
+def test_a_signal_finishes_the_iteration_and_saves(algo, toy_run, tmp_path, capsys, signals):
+    """However often it comes."""
+    signal.signal(signal.SIGHUP, lambda *_: pytest.fail("it would have ended the run"))
     run_dir, metrics = toy_run(**THREE | {"run_name": "study/run", "reward": interrupted(tmp_path, signals)})
     assert [m["step"] for m in metrics] == [0, 1, 2]
     assert checkpoints_of(run_dir) == [checkpoint(algo, 1), checkpoint(algo, 2)]
     assert f"\n{STOPPED.format('study/run')}\n" in capsys.readouterr().out
     assert not (run_dir / "final").exists()
+
+
+def test_after_nohup_a_lost_terminal_is_nothing(toy_run, tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run_dir, metrics = toy_run(**THREE | {"reward": interrupted(tmp_path, ["SIGHUP"])})
+    assert len(metrics) == 4 and (run_dir / "final").exists()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_a_signal_that_one_rank_gets_stops_all(script, toy_flags, tmp_path):
@@ -312,23 +361,6 @@ def test_a_signal_that_one_rank_gets_stops_all(script, toy_flags, tmp_path):
     code, console = forked(script, flags, meanwhile=send)
     assert code == 0 and console.count(STOPPED.format("run")) == 1, console
     assert checkpoints_of(tmp_path / "run") == [checkpoint(script, 2)] and len(read_metrics(tmp_path / "run")) == 3
-
-
-def test_without_its_launcher_a_rank_ends_before_it_writes(algo, toy_run, tmp_path, monkeypatch):
-    """But after Ctrl-C, which ends the launcher of a single process at once, it saves."""
-    for variable in "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION":
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, "no")
-            assert load_script(shutil.copy(algo.__file__, tmp_path / f"with_{variable}.py")).LAUNCHED
-    assert not algo.LAUNCHED
-    monkeypatch.setattr(algo, "LAUNCHED", True)
-    assert len(toy_run(total_iterations=1)[1]) == 2
-    monkeypatch.setattr(algo, "PARENT", 0)
-    with pytest.raises(SystemExit, match="error: the launcher has died"):
-        toy_run(total_iterations=1, run_name="lost")
-    assert len(read_metrics(tmp_path / "runs" / "lost")) == 1
-    run_dir, _ = toy_run(reward=interrupted(tmp_path, ["SIGINT"], 1), **THREE)
-    assert checkpoints_of(run_dir) == [checkpoint(algo, 1)]
 
 
 # ----------------------------------------------------------------------------------------------- under the launcher
@@ -358,7 +390,15 @@ def begin(script, flags, victim):
     return [start(script, flags, machine=[*words, "--machine_rank", str(rank)]) for rank in range(2)]
 
 
-VICTIMS = [("ppo_llm", "worker"), ("ppo_llm_fsdp", "launcher"), ("grpo_llm", "machine")]
+def ranks_of(launchers):
+    """Their two processes that train."""
+    children = [child for process in launchers for child in psutil.Process(process.pid).children(recursive=True)]
+    ranks = [child for child in children if "--run-name" in child.cmdline()]
+    assert len(ranks) == 2
+    return ranks
+
+
+VICTIMS = [("ppo_llm", "worker"), ("ppo_llm_fsdp", "worker"), ("grpo_llm", "machine")]
 
 
 @pytest.mark.slow
@@ -370,10 +410,8 @@ def test_a_killed_run_goes_on_to_the_bit(script, run, victim):
     launchers = begin(script, flags, victim)
     wait_for(lambda: (run_dir / "checkpoints" / checkpoint(script, 3)).exists())
     gate.touch()  # the ranks wait here, in iteration 4 or later
-    children = [child for process in launchers for child in psutil.Process(process.pid).children(recursive=True)]
-    ranks = [child for child in children if "--run-name" in child.cmdline()]
-    assert len(ranks) == 2
-    os.kill(launchers[0].pid if victim == "launcher" else ranks[1].pid, signal.SIGKILL)
+    ranks = ranks_of(launchers)
+    ranks[1].kill()
     gate.unlink()
     assert all(process.communicate(timeout=200) and process.returncode != 0 for process in launchers)
     psutil.wait_procs(ranks, timeout=200)
@@ -381,8 +419,23 @@ def test_a_killed_run_goes_on_to_the_bit(script, run, victim):
     assert len(read_metrics(run_dir)) < 7 and not (run_dir / "final").exists()
     for process in begin(script, flags | {"resume": True}, victim):
         console, _ = process.communicate(timeout=400)  # six are three and three; each machine shows its own
-        assert "2 process(es) on cpu" in console and f"run folder {run_dir}, from iteration 4;" in console, console
+        assert "2 process(es) on cpu" in console and f"run folder {run_dir}, iterations 4 to 6\n" in console, console
     assert_same(run_dir, run_dir.with_name("unbroken"))
+
+
+@pytest.mark.slow
+def test_without_its_launcher_a_run_goes_on_and_keeps_others_out(script, run):
+    flags, gate, run_dir = run
+    gate.touch()
+    process = start(script, flags)
+    wait_for(lambda: len(list(gate.parent.glob("gate?"))) == 2)
+    ranks = ranks_of([process])
+    process.kill()
+    code, console = forked(script, flags | {"resume": True}, 1)
+    assert code == 1 and any(f"{run_dir} is in use by process {rank.pid} on " in console for rank in ranks), console
+    gate.unlink()
+    process.communicate(timeout=200)  # until the ranks have closed the pipe
+    assert len(read_metrics(run_dir)) == 7 and (run_dir / "final").exists()
 
 
 @pytest.mark.slow

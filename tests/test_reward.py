@@ -89,6 +89,16 @@ def test_a_path_may_be_relative_or_linked(algo, tmp_path, monkeypatch):
         assert sys.path[0] == str(tmp_path.resolve() / "there")  # where the workers of a pool look, too
 
 
+def test_a_reward_may_change_the_working_directory(toy_run, tmp_path, monkeypatch):
+    """As sandboxes do. The run's folder stays where the run was started."""
+    (tmp_path / "reward_that_moves.py").write_text(
+        "import os\ndef f(prompts): os.chdir('/'); return [0.5] * len(prompts)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run_dir, metrics = toy_run(reward="reward_that_moves.py:f", output_dir="runs", eval_rows=1, total_iterations=1)
+    assert run_dir.parent == tmp_path / "runs" and (run_dir / "final").is_dir() and len(metrics) == 2
+
+
 def test_a_reward_by_name_and_one_by_its_file(algo, monkeypatch):
     """`exact` compares texts and whole numbers. It refuses what no model would write, such as 5.0."""
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -143,6 +153,7 @@ def test_columns_are_passed_when_they_are_named(algo):
         assert score(algo, function, ["a", "bcd"]) == scores
     assert score(algo, trl_chats, ["a", "bcd"], is_chat=True) == [1, 4]
     assert algo.compute_scores(plain, make_tokenizer(), [], []) == []  # on a rank without rows
+    assert score(algo, lambda: [9e14, -9e14], ["a", "b"]) == [9e14, -9e14]  # anything below 1e15 is a score
 
 
 def test_a_reward_may_have_parts(algo):
@@ -154,18 +165,19 @@ def test_a_reward_may_have_parts(algo):
 
 
 @pytest.mark.parametrize("later", [{"format": 1.0}, {"format": 1.0, "corect": 0.0}, {}])
-def test_the_parts_are_the_same_in_every_call(algo, later):
-    accelerator = SimpleNamespace(device="cpu")
+def test_the_parts_are_the_same_on_every_rank(algo, monkeypatch, later):
+    """But may be others in the next call."""
     rows = [{"parts": {"format": 1.0, "correct": score}} for score in (0.0, 1.0)]
-    for _ in range(2):
-        assert algo.mean_parts("part", rows, accelerator) == {"part/format": 1, "part/correct": 0.5}
-    sentence = refusal(lambda: algo.mean_parts("eval_part", [{"parts": later}], accelerator))
-    assert sentence.startswith("error: the reward must return the same parts in every call and on every rank, not [")
-    assert all(repr(name) in sentence for name in ("format", "correct", *later))
+    assert algo.mean_parts("part", rows) == {"part/format": 1, "part/correct": 0.5}
+    assert algo.mean_parts("eval_part", [{"parts": later}]) == {f"eval_part/{name}": later[name] for name in later}
+    monkeypatch.setattr(algo, "gather_object", lambda parts: [*parts, later])
+    sentence = refusal(lambda: algo.mean_parts("part", rows))
+    assert sentence.startswith("error: the reward must return the same parts on every rank, not [")
+    assert all(str(sorted(names)) in sentence for names in (later, ["correct", "format"]))
 
 
 COUNT = "error: the reward must return numbers for 3 responses, not {}"
-NUMBER = "error: the reward must be finite numbers, not {}, of 'b' in answer to 'p1'"
+NUMBER = "error: the reward must be numbers below 1e15, not {}, of 'b' after 'p1'"
 
 
 @pytest.mark.parametrize(
@@ -178,6 +190,8 @@ NUMBER = "error: the reward must be finite numbers, not {}, of 'b' in answer to 
         ({"format": [1, 2, 3], "correct": [1, 2]}, COUNT.format("{'format': [1, 2, 3], 'correct': [1, 2]}")),
         ([1.0, math.nan, 0.0], NUMBER.format("[nan]")),
         ([1.0, -math.inf, 0.0], NUMBER.format("[-inf]")),
+        ([1.0, 1e300, 0.0], NUMBER.format("[1e+300]")),  # infinite in float32
+        ([1.0, -1e15, 0.0], NUMBER.format("[-1000000000000000.0]")),
         ([1.0, "3", 0.0], NUMBER.format("['3']")),
         ([1.0, {"format": 1.0}, 0.0], NUMBER.format("[{'format': 1.0}]")),  # a dictionary for each response
         ({"format": [1, 2, 3], "correct": [1, math.nan, 3]}, NUMBER.format("[2, nan]")),
@@ -214,17 +228,26 @@ def test_completions_are_sorted_and_written_by_the_main_process_alone(algo, tmp_
 
 
 def test_a_reward_that_changes_its_arguments_changes_no_data(algo):
-    """As a judge's may that rewrites the chat: every response has a copy of its own."""
-    chat = [{"role": "user", "content": "hi"}]
-    row = {"prompts": "hi", "answers": None, "messages": chat, "input_ids": [5], "is_chat": True}
+    """As a judge's may that rewrites the chat: every response has a copy of its own. What is not asked for has none."""
 
-    def judge(messages, responses):
-        for message in messages:
+    class Large:
+        def __deepcopy__(self, memo):
+            pytest.fail("it was copied")
+
+    chat = [{"role": "user", "content": "hi"}]
+    row = {"prompts": "hi", "answers": None, "messages": chat, "input_ids": [5], "is_chat": True, "tests": Large()}
+
+    def judge(messages, responses, tokens):
+        for message, ids in zip(messages, tokens):
             message[0]["content"] += "!"
+            ids.clear()
         responses.clear()
         return [len(message[0]["content"]) for message in messages]
 
     answers = [algo.Response(make_tokenizer()(text)["input_ids"], [], False) for text in ("yes", "no")]
     found = algo.compute_scores(judge, make_tokenizer(), [row, row], answers)
-    assert [(result["response"], result["score"]) for result in found] == [("yes", 3), ("no", 3)]
+    assert [(result["response"], result["score"], result["length"]) for result in found] == [
+        ("yes", 3, 3),
+        ("no", 3, 2),
+    ]
     assert chat[0]["content"] == "hi"

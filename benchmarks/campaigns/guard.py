@@ -76,7 +76,7 @@ def family(name, folder):
         yield row
 
 
-def logits_of_both(folder, count=24, length=16):
+def logits_of_both(folder, count=12, length=16):
     """The logits of sampler and training pass in bfloat16, a (T,V) tensor for each response."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder, 0)
     rows = []
