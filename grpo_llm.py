@@ -665,11 +665,10 @@ class Policy(nn.Module):
         logits = self.model(labels[None]).logits[0].float() * self.inverse_temperature  # [6.10] (n,V)
         del decoder.forward
         all_logprobs = logits.log_softmax(-1)
-        logprobs = all_logprobs.gather(-1, labels[:, None]).squeeze(1)
-        entropy = torch.zeros_like(logprobs)
+        entropy = torch.zeros_like(all_logprobs[:, 0])
         if torch.is_grad_enabled():  # the passes of phase 3 read none, and it would take a quarter of their time
             entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-        return logprobs, entropy
+        return all_logprobs.gather(-1, labels[:, None]).squeeze(1), entropy
 
 
 def trained_parameters(model):
