@@ -31,7 +31,7 @@ def pieces(prompts, responses, answers, truncated):
 
 class Echo:
     def reset(self, **row):
-        self.heard = []
+        self.heard, self.file = [], open(__file__)  # a file, which cannot be copied
     def step(self, text):
         self.heard.append(text)
         return "-" if len(self.heard) < 3 else None
