@@ -242,7 +242,7 @@ def test_how_far_the_sampler_may_be_off(algo, toy_run, monkeypatch, dtype, alone
         def wrong(mask, logprobs):
             lengths = mask.sum(1)
             rows = (lengths == 10).cumsum(0) * (lengths == 10) == 1 if alone else lengths > 0
-            k3 = share * KL_LIMITS[dtype] / 0.7 * 16 / (10 / 32 if alone else lengths.float().mean().item())
+            k3 = share * KL_LIMITS[dtype] / 0.7 * 16 / (10 / 40 if alone else lengths.float().mean().item())
             x = math.sqrt(2 * k3)
             for _ in range(20):  # Newton: exp(x) - 1 - x = k3
                 x -= (math.expm1(x) - x - k3) / math.expm1(x)
@@ -255,7 +255,7 @@ def test_how_far_the_sampler_may_be_off(algo, toy_run, monkeypatch, dtype, alone
 
     if dtype == "float32":  # has one limit for all temperatures
         monkeypatch.setitem(KL_LIMITS, dtype, 0.7 * KL_LIMITS[dtype])
-    expected = 0.8 * KL_LIMITS[dtype] / 0.7 * (32 / 64 if alone else 1)
+    expected = 0.8 * KL_LIMITS[dtype] / 0.7 * (40 / 64 if alone else 1)
     assert off(0.8)["rollout/kl"] == pytest.approx(expected, rel=1e-3 if dtype == "float32" else 0.1)
     refused(lambda: off(1.25), f"iteration 1: {GUARD}")
 
