@@ -11,7 +11,7 @@ We guess that all of it takes 25 on one card, and each part less than ten.
     scripts     ppo_llm, grpo_llm, lora, ppo_llm_fsdp, grpo_llm_fsdp: three iterations of each on one GPU, with the
                 seconds of each phase, and the peak of memory next to what notes/memory.py forecasts
     sampling    generate, graphs, vllm: tokens per second of three ways to sample; decoding: a step of `generate`
-                and of notes/variants/graphs.py, in launches and waits, and whether both give the same tokens
+                and of notes/variants/cuda_graphs.py, in launches and waits, and whether both give the same tokens
     sizes       defaults, grpo_llm-fit, ppo_llm-fit: rows of 512 + 512 tokens, with the default batch sizes and with
                 those that notes/memory.py recommends for your card
     trust       resume: a run that is killed with -9 and resumed, next to an undisturbed one; float32, bfloat16,
@@ -67,9 +67,9 @@ Bench = namedtuple("Bench", "args folder card shape work")
 
 
 def load_with_graphs(path):
-    """A script as a module, and notes/variants/graphs.py, whose `generate` it has."""
+    """A script as a module, and notes/variants/cuda_graphs.py, whose `generate` it has."""
     sys.path.insert(0, str(ROOT / "notes" / "variants"))
-    graphs = importlib.import_module("graphs")
+    graphs = importlib.import_module("cuda_graphs")
     graphs.script = graphs.load_script(path)
     return graphs.script, graphs
 
@@ -107,7 +107,7 @@ def describe_card(result):
 
 
 def profile_decoding(result, model_folder, rows, steps, lora_rank):
-    """A decoding step of `generate` and of graphs.py: seconds, launches, waits, and the time that the GPU computes.
+    """A decoding step of `generate` and of cuda_graphs.py: seconds, launches, waits, and computing time.
 
     A step is what `steps` tokens more cost than the first three, which read the prompts and capture the graph.
     """

@@ -172,7 +172,7 @@ def gathered_units(shape, bf16=True, lora_rank=0):
 
 
 def kv_cache(shape, rows, length, bf16=False, sharded=False, graphs=False):
-    """Keys and values of `rows` rows: bfloat16 where weights are cast or graphs.py samples, float32 else (autocast)."""
+    """Keys and values of `rows` rows: bfloat16 if weights are cast or cuda_graphs.py samples, else float32."""
     return rows * length * shape.layers * 2 * shape.kv_width * (2 if bf16 and (sharded or graphs) else 4)
 
 
@@ -231,8 +231,8 @@ def budget(
     The defaults are the scripts'. tokens: of a micro-batch; rows: responses sampled at a time; microbatches: of an
     optimizer step (gradients are made by the first, so they do not stand beside its activations). fused: False on a GPU
     in float32, where none of torch's fused attention kernels takes fewer heads of keys than of queries. graphs: True
-    with notes/variants/graphs.py, whose cache has its full length from the start, in bfloat16 under autocast; with LoRA
-    the copy of a tied head stays until the rollout ends.
+    with notes/variants/cuda_graphs.py, whose cache has its full length from the start, in bfloat16 under autocast; with
+    LoRA the copy of a tied head stays until the rollout ends.
     """
     shards, kind = processes if sharded else 1, {"bf16": bf16, "sharded": sharded}
     prompt = length - response_length

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 sys.path.append(str(ROOT / "notes" / "variants"))
-import graphs
+import cuda_graphs
 
 VOCABULARY = 420  # of the embedded model's tokenizer
 EOS = [1, *range(300, 350)]  # so many that random responses end
@@ -206,15 +206,15 @@ def compare_pass(algo, folder):
 
 @torch.no_grad()
 def compare_greedy(algo, folder):
-    """Our `generate` chooses as transformers' own does, each prompt of theirs alone, and so does that of graphs.py with
+    """Our `generate` chooses as transformers' own does, each prompt of theirs alone, and so does cuda_graphs.py with
     its static cache. (Its graphs need a GPU.)"""
     model = algo.load_model(str(folder), AutoModelForCausalLM).eval()
     stream = torch.Generator().manual_seed(3)
     prompts = [torch.randint(9, 300, (length,), generator=stream).tolist() for length in (4, 23, 11)]
     uniforms = torch.zeros(len(prompts), 12, dtype=torch.float64)
     responses = algo.generate(model, prompts, uniforms, EOS, 0)
-    graphs.script = SimpleNamespace(**vars(algo), own_generate=algo.generate)
-    assert [x.ids for x in graphs.generate(model, prompts, uniforms, EOS, 0)] == [x.ids for x in responses]
+    cuda_graphs.script = SimpleNamespace(**vars(algo), own_generate=algo.generate)
+    assert [x.ids for x in cuda_graphs.generate(model, prompts, uniforms, EOS, 0)] == [x.ids for x in responses]
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": EOS, "pad_token_id": 0}
     for prompt, response in zip(prompts, responses):
         ids = torch.tensor([prompt])

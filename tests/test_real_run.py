@@ -20,7 +20,7 @@ SMALL += " --max-response-length 6 --total-iterations 2 --eval-every 1 --eval-ro
 COMMANDS = "".join(re.findall(r"(?ms)^```bash\n(.*?)^```$", PAGE)).replace("\\\n", " ").splitlines()
 COMMANDS = [" ".join(line.split()) for line in COMMANDS]
 # {name of a run: (script, processes, words)}
-LINE = r"accelerate launch (?:--multi_gpu --num_processes (\d+) )?(?:\S+/graphs\.py )?(\w+)\.py (.* --run-name (\S+).*)"
+LINE = r"\S+ launch (?:--multi_gpu --num_processes (\d+) )?(?:\S+/cuda_graphs\.py )?(\w+)\.py (.* --run-name (\S+).*)"
 RUNS = {m[4]: (m[2], int(m[1] or 1), shlex.split(m[3])) for m in map(re.compile(LINE).fullmatch, COMMANDS) if m}
 
 
@@ -62,7 +62,7 @@ def test_commands_of_the_page_are_legal_and_fit_the_card_it_names(clone):
 def test_the_memory_that_the_readme_forecasts_is_computed():
     """Of its real run on other cards; a cell names the flags that are added, or another script."""
     text = (ROOT / "README.md").read_text()
-    start = re.search(r"(?s)graphs.py grpo_llm.py --model \S+ \\\n(.*?)\n```", text)[1].replace("\\\n", " ")
+    start = re.search(r"(?s)cuda_graphs.py grpo_llm.py --model \S+ \\\n(.*?)\n```", text)[1].replace("\\\n", " ")
     found = re.findall(r"(?m)^\| (\S+) \| (\w+) of (\d+) GB \| (.+) \| (\S+) GB \|$", text)
     for model, cards, card, what, shown in found:
         processes = {"one": 1, "two": 2, "four": 4}[cards]
@@ -78,7 +78,7 @@ def test_the_main_command_runs(clone, tiny_model, toy_data):
     script, processes, words = RUNS["gsm8k"]
     sizes = ["--model", tiny_model, "--dataset", toy_data, "--chat-template", "none", *shlex.split(SMALL)]
     words = [str(clone / f"{script}.py"), *words, *sizes]
-    code, console = run_script(clone / "notes" / "variants" / "graphs.py", words, processes, clone)
+    code, console = run_script(clone / "notes" / "variants" / "cuda_graphs.py", words, processes, clone)
     metrics = read_metrics(clone / "runs" / "gsm8k")
     assert code == 0 and [line["step"] for line in metrics] == [0, 1, 2], console
     shown = set(re.findall(r"`((?:actor|eval|group|kl|memory|response|reward|rollout|time)/\w+)`", PAGE))

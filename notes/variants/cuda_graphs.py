@@ -1,7 +1,7 @@
 """Decoding at a GPU's speed: a script, copy or variant (without shards), its decoding step as a CUDA graph.
 Group: speed, memory, precision
 
-    accelerate launch notes/variants/graphs.py grpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset ...
+    accelerate launch notes/variants/cuda_graphs.py grpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset ...
 
 To decode a token, a GPU's host launches a thousand small kernels, and that takes several times as long as they run. A
 CUDA graph is a recording of such launches that one call plays back. Two conditions hold for what is recorded:
@@ -104,7 +104,7 @@ def decode(model, cache, inputs, attention_mask, positions):
             with torch.cuda.graph(graph):
                 logits = forward()  # records, and runs nothing
         except RuntimeError as error:
-            # torch leaves its stream for captures only if the capture ends well (torch/cuda/graphs.py, __exit__).
+            # torch leaves its stream for captures only if the capture ends well (torch/cuda/cuda_graphs.py, __exit__).
             torch.cuda.set_stream(torch.cuda.default_stream())
             switch_off(model, error.__context__ or error)  # the error of leaving hides the one that counts
     while capturing:
@@ -153,9 +153,11 @@ def load_script(path):
     if not re.search(r"(?<![.\w])generate\(", inspect.getsource(module.main)):
         sys.exit(f"error: {path.name} does not sample with `generate`: run it as it is")
     if not any(inspect.getsource(module.generate) in text for text in map(Path.read_text, SCRIPTS)):
-        sys.exit(f"error: {path.name} has a `generate` that differs from the scripts', which graphs.py would undo")
+        sys.exit(f"error: {path.name} has a `generate` that differs from the scripts', which cuda_graphs.py would undo")
     if hasattr(module, "shard"):
-        sys.exit(f"error: {path.name} shards its models, which gathers weights anew; graphs.py needs them in one place")
+        sys.exit(
+            f"error: {path.name} shards its models, which gathers weights anew; cuda_graphs.py needs them in one place"
+        )
     module.own_generate = module.generate
     module.generate = generate
     return module
@@ -165,7 +167,7 @@ if __name__ == "__main__":
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         sys.exit(__doc__)
     if not capturing and os.environ.get("RANK", "0") == "0":
-        print("graphs.py: without a GPU there are no CUDA graphs, and nothing is gained")
+        print("cuda_graphs.py: without a GPU there are no CUDA graphs, and nothing is gained")
     del sys.argv[0]
     script = load_script(sys.argv[0])
     script.main(script.parse_args())
