@@ -6,13 +6,16 @@
     python notes/variants.py apply NAME FILE --on ppo_llm_fsdp.py     the change of another script, or of your copy
     python notes/variants.py make NAME FILE [--of grpo_llm.py]        FILE, your changed copy, as a patch (default: of
                                                        the script that it is nearest to)
-    python notes/variants.py rebase                    the patches that no longer fit their script, anew
+    python notes/variants.py rebase [A,B]              the patches (default: all) that no longer fit their script, anew
 
 Wherever a NAME stands, the path of a .patch of your own does, too. A patch is what `git diff` prints, below a head in
 plain words: what changes, whose idea it is, the command, what we measured. It is applied as it stands, no line of its
 context may differ. `rebase` looks in the history for the newest script that it fits, and merges three ways, so that
-only true conflicts need a person. NAME.py in the same folder is a file that needs no patch: a reward, or a script that
-imports another and replaces a function.
+only true conflicts need a person: it puts them into the folder conflicts/. NAME.py in the same folder is a file that
+needs no patch: a reward, or a script that imports another and replaces a function.
+
+No command writes over a file with other contents, but for patches: `rebase` makes them anew, and `make` does so with
+--replace, or if the first line of FILE says that it was made with that patch.
 """
 
 import argparse
@@ -80,6 +83,15 @@ def read_patch(name):
     head, mark, diff = path_of(name).read_text().partition("diff --git ")
     script = re.match(r"a/(\S+) ", diff)[1]
     return head, script, mark + diff
+
+
+def unfit(name):
+    """Why a file is no patch, in half a sentence, or None."""
+    text = path_of(name).read_text()
+    if re.search("(?m)^<{7} ", text):
+        return "has the marks of a merge: take one side of it (`git checkout --ours`), then `rebase`"
+    if not re.search(rf"(?m)^diff --git a/({'|'.join(SCRIPTS)}) ", text):
+        return f"has no line `diff --git a/SCRIPT` of {', '.join(SCRIPTS)}"
 
 
 def changes(name):
@@ -170,13 +182,21 @@ def nearest(text):
     return script if removed < len((ROOT / script).read_text().splitlines()) / 2 else None
 
 
-def make(name, text, script, head=None):
+def make(name, text, script):
     """Writes the patch that turns `script` into `text`; an old patch's head stays."""
     path = path_of(name)
-    if head is None:
-        head = read_patch(name)[0] if path.exists() else HEAD.format(name=path.stem)
+    head = read_patch(name)[0] if path.exists() else HEAD.format(name=path.stem)
     path.write_text(head + difference(script, text))
     print(f"{path}: of {script}, {size(name)}")
+
+
+def write_new(path, text):
+    """Whether `path` holds the text now: what is there and is something else stays."""
+    if path.exists() and path.read_text() != text:
+        return False
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return True
 
 
 def apply(chosen, file, on=None):
@@ -198,9 +218,8 @@ def apply(chosen, file, on=None):
             print(f"{parents} and {labels[2]} both insert in {', '.join(kept)}: kept one after the other, have a look")
         parents += f" + {labels[2]}"
     text = f"# {parents}, by notes/variants.py\n{text}"
-    if file.exists() and file.read_text() != text:
+    if not write_new(file, text):
         sys.exit(f"{file} is there and is something else: move it away, or name another file")
-    file.write_text(text)
     if stuck := places(text):
         left = f"\nNot applied yet: {', '.join(rest)}." if rest else ""
         sys.exit(
@@ -214,28 +233,43 @@ def apply(chosen, file, on=None):
         print("It is outside the project, without the bundled model and task: run it with --model and --dataset")
 
 
-def rebase():
-    """Makes the patches anew that no longer fit; what conflicts is left as NAME_llm.py for a person, to `make`."""
-    stuck = []
-    for name in [*names(), *yours()]:
-        head, script, _ = read_patch(name)
-        today = (ROOT / script).read_text()
-        if try_patch(name, today)[0] is not None:
-            continue
-        for commit in git("log", "--format=%H", "--", script, cwd=ROOT).stdout.split():
-            old = git("show", f"{commit}:{script}", cwd=ROOT).stdout
-            theirs, _ = try_patch(name, old)
-            if theirs is not None:
-                break
-        else:
-            sys.exit(f"{name}.patch fits no {script} that was ever committed (or this clone has no history)")
-        text, conflicts = merged(today, old, theirs)
-        if conflicts:
-            Path(f"{name}_llm.py").write_text(text)
-            stuck.append(f"{name}_llm.py has {conflicts} conflict(s): mend it, then `make {name} {name}_llm.py`")
-        else:
-            make(name, text, script, head)
-    sys.exit("\n".join(stuck) or None)
+def rebase_one(name):
+    """Makes a patch anew if it no longer fits. Returns what is left to a person, a sentence or None.
+
+    A conflict goes to a file in the folder conflicts/, with a first line from which `make` knows the patch.
+    """
+    _, script, _ = read_patch(name)
+    today = (ROOT / script).read_text()
+    if try_patch(name, today)[0] is not None:
+        return None
+    # Of all branches: during a merge, a patch of the other side fits a script of the other side.
+    for commit in git("log", "--all", "--full-history", "--format=%H", "--", script, cwd=ROOT).stdout.split():
+        old = git("show", f"{commit}:{script}", cwd=ROOT).stdout
+        theirs, _ = try_patch(name, old)
+        if theirs is not None:
+            break
+    else:
+        return f"{path_of(name)} fits no {script} that was ever committed (or this clone has no history)"
+    text, kept = keep_insertions(merged(today, old, theirs)[0])
+    if kept:
+        print(
+            f"{script} and {path_of(name).stem} both insert in {', '.join(kept)}: kept one after the other, have a look"
+        )
+    if not places(text):
+        make(name, text, script)
+        return None
+    file = Path("conflicts", f"{path_of(name).stem}_llm.py")
+    if not write_new(file, f"# {script} + {path_of(name).stem}, by notes/variants.py\n{text}"):
+        return f"{file} is there and is something else: `make {name} {file}` if you have mended it, or move it away"
+    return f"{file} has {len(places(text))} conflict(s): mend it, then `make {name} {file}`"
+
+
+def rebase(chosen):
+    left = []
+    for name in chosen:
+        flaw = unfit(name)
+        left.append(f"{path_of(name)} {flaw}" if flaw else rebase_one(name))
+    sys.exit("\n".join(filter(None, left)) or None)
 
 
 def describe(name):
@@ -256,7 +290,8 @@ def print_list():
         print(f"{group}:")
         for path in sorted(FOLDER.glob("*.p*")):  # a file without a group helps another
             if group_of(path) == group and (path.suffix == ".patch" or group != "yours"):
-                print(describe(path.stem))
+                flaw = unfit(path.stem) if path.suffix == ".patch" else None
+                print(f"  {path.name} {flaw}" if flaw else describe(path.stem))
 
 
 def main():
@@ -266,20 +301,34 @@ def main():
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("--on", type=Path, help="apply: another script, or a copy that shares the changed parts")
     parser.add_argument("--of", choices=SCRIPTS, help="make: the script that FILE is a changed copy of")
+    parser.add_argument("--replace", action="store_true", help="make: write over the patch of this name")
     args = parser.parse_args()
     for path in [args.on, args.file if args.command == "make" else None]:
         if path and not path.is_file():
             parser.error(f"there is no file {path}")
+    chosen = args.name.split(",") if args.name and args.command != "make" else []
+    for name in chosen:
+        if not path_of(name).exists():
+            parser.error(f"no patch {name}; there are {', '.join(names() + yours())}; a NAME.py is used as it is")
+        if args.command == "apply" and unfit(name):
+            parser.error(f"{path_of(name)} {unfit(name)}")
     if args.command == "list":
         print_list()
     elif args.command == "rebase":
-        rebase()
+        rebase(chosen or [*names(), *yours()])
     elif args.name is None or (args.command == "make" and args.file is None):
         parser.error(f"{args.command} needs a name{' and a file' if args.command == 'make' else ''}")
     elif args.command == "make":
         text = args.file.read_text()
         if places(text):
             parser.error(f"{args.file} still has conflicts, at {'; '.join(places(text))}")
+        path = path_of(args.name)
+        if path.exists():
+            if unfit(args.name):
+                parser.error(f"{path} {unfit(args.name)}")
+            made_with_it = text.startswith(f"# {read_patch(args.name)[1]} + {path.stem}, by notes/variants.py\n")
+            if not made_with_it and not args.replace:
+                parser.error(f"{path} is there, and {args.file} isn't made with it alone: another name, or --replace")
         text = PARENTS.sub("", text, count=1)
         script = args.of or nearest(text)
         if script is None:
@@ -288,10 +337,6 @@ def main():
             parser.error(f"{args.file} is {script} as it stands")
         make(args.name, text, script)
     else:
-        chosen = args.name.split(",")
-        for name in chosen:
-            if not path_of(name).exists():
-                parser.error(f"no patch {name}; there are {', '.join(names() + yours())}; a NAME.py is used as it is")
         apply(chosen, args.file or Path("_".join(Path(name).stem for name in chosen) + "_llm.py"), args.on)
 
 

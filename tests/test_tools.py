@@ -52,7 +52,8 @@ def test_a_patch_is_of_the_nearest_script(script, call):
     assert variants.patched("mine") == copy.read_text() and "index " not in variants.read_patch("mine")[2]
     other = variants.SCRIPTS[variants.SCRIPTS.index(script) - 1]
     head = variants.read_patch("gspo")[0]
-    call("make", "gspo", copy, "--of", other)  # over the patch that is there, whose head stays
+    assert "another name, or --replace" in call("make", "gspo", copy)[1] and variants.read_patch("gspo")[0] == head
+    call("make", "gspo", copy, "--of", other, "--replace")  # over the patch that is there, whose head stays
     assert variants.read_patch("gspo")[:2] == (head, other) and sum(variants.changes("gspo")) > 50
 
 
@@ -112,10 +113,14 @@ def test_where_both_insert_both_are_kept(call):
     assert text.index("ONE = 1\n") < text.index("TWO = 1\n") and "<<<<" not in text
 
 
-def test_rebase_touches_only_what_no_longer_fits(call):
-    """The script as it was is looked for in the history."""
+def commit_all():
     for words in ["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c"]:
         subprocess.run(["git", *words], check=True)
+
+
+def test_rebase_touches_only_what_no_longer_fits(call):
+    """The script as it was is looked for in the history."""
+    commit_all()
     before = {name: variants.path_of(name).read_text() for name in variants.names()}
     text = changed("grpo_llm.py", "int = 0  # the", "int = 0  # these", "grpo_llm.py").read_text()
     of_grpo = [name for name in before if variants.read_patch(name)[1] == "grpo_llm.py"]
@@ -124,6 +129,29 @@ def test_rebase_touches_only_what_no_longer_fits(call):
     code, _ = call("rebase")
     assert not code and {name for name in before if variants.path_of(name).read_text() != before[name]} == old
     assert all("# these" in variants.patched(name) for name in old)
+
+
+def test_rebase_writes_over_nothing_and_goes_on(call):
+    """A file in the way, a conflict, a patch with the marks of a merge, one that only inserts where the script did."""
+    anchor = "    whitened = "
+    call("make", "one.patch", changed("grpo_llm.py", anchor, f"    one = 1\n{anchor}"))
+    commit_all()
+    text = changed("grpo_llm.py", anchor, f"    two = 2\n{anchor}").read_text()
+    Path("grpo_llm.py").write_text(text.replace("(-20.0, 20.0).exp()  # [3.12]", "(-9.0, 9.0).exp()"))
+    Path("conflicts").mkdir()
+    for path in Path("gspo_llm.py"), Path("conflicts/gspo_llm.py"):
+        path.write_text("mine")
+    vespo = variants.path_of("vespo")
+    vespo.write_text(f"<<<<<<< ours\n{vespo.read_text()}")
+    assert call("rebase", "one.patch,gspo")[0].startswith("conflicts/gspo_llm.py is there and is something else")
+    added = re.findall(r"(?m)^\+    (.*)", variants.patched("one.patch") and variants.read_patch("one.patch")[2])
+    assert added == ["one = 1"] and not Path("conflicts/cispo_llm.py").exists()
+    left = call("rebase")[0]
+    assert "vespo.patch has the marks of a merge" in left and "conflicts/cispo_llm.py has 1 conflict(s)" in left
+    assert Path("gspo_llm.py").read_text() == Path("conflicts/gspo_llm.py").read_text() == "mine"
+    mended = re.sub(r"(?s)<{7}.*?={7}\n(.*?)>{7} .*?\n", r"\1", Path("conflicts/cispo_llm.py").read_text())
+    Path("conflicts/cispo_llm.py").write_text(mended)
+    assert call("make", "cispo", "conflicts/cispo_llm.py")[0] == 0 and "weight" in variants.patched("cispo")
 
 
 # ------------------------------------------------------------------------------------------------------- --script
