@@ -17,7 +17,7 @@ from datetime import date
 from pathlib import Path
 
 import variants
-from refresh import DIFFS, LOOP, NOTES, ROOT, TAG, anchor, titles
+from refresh import LOOP, NOTES, ROOT, TAG, anchor, titles
 
 try:
     from math_core import LatexToMathML
@@ -153,8 +153,6 @@ def on_files(files, config):
         path = (source.parent / match[1]).resolve()
         if not path.is_file() or ROOT not in path.parents:
             return match[0]
-        if path.stem in DIFFS:
-            return f"](differences.md#{anchor(f'What {DIFFS[path.stem][1]}.py does differently')}"
         if path.suffix == ".md" or path in heads:
             waiting.append(path)
             return f"]({name_of(path)}"

@@ -1,14 +1,20 @@
 """Brings what the notes say about the code up to date with it: run after every change of a script.
 
     python notes/refresh.py             (with --check it changes nothing, and fails where it would)
+    python notes/refresh.py --scripts   first copies what you changed in one script to the others
 
-It writes the two diffs and the excerpts of walk.md and differences.md: below `<!-- code: START -->` the loop of
-ppo_llm.py from the line that begins so to the next such mark, below `<!-- function: NAME -->` a function of it, below
-`<!-- hunk NAME: KEY -->` the hunk of a diff in which KEY is; for * all that no mark names. Below `<!-- flags: PART -->`
-of run/flags.md come the flags of this part of the scripts' Args.
+It writes the excerpts of walk.md and differences.md: below `<!-- code: START -->` the loop of ppo_llm.py from the line
+that begins so to the next such mark, below `<!-- function: NAME -->` a function of it, below `<!-- hunk NAME: KEY -->`
+the hunk of a diff in which KEY is; for * all that no mark names. Below `<!-- flags: PART -->` of run/flags.md come the
+flags of this part of the scripts' Args. A line of README's loop follows that of grpo_llm.py which begins like it.
+
+--scripts compares with HEAD, or with a commit that you name after it. A function, class or constant that was the same
+in several scripts becomes so again. A new one goes to the scripts that use its name, behind the one that it follows.
+What is in one script alone, or differs between them, such as `main`, and imports are left to you.
 """
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -17,6 +23,7 @@ from pathlib import Path
 
 NOTES = Path(__file__).resolve().parent
 ROOT = NOTES.parent
+SCRIPTS = "ppo_llm.py", "grpo_llm.py", "ppo_llm_fsdp.py"
 DIFFS = {"ppo_to_grpo": ("ppo_llm", "grpo_llm"), "ppo_to_ppo_fsdp": ("ppo_llm", "ppo_llm_fsdp")}
 TAG = re.compile(r"# \[(\d+\.\d+)\]")
 SECTION = re.compile(r"(?m)^## (\d+\.\d+) (.*)$")
@@ -131,14 +138,99 @@ def with_flags(text):
     return text
 
 
+def with_loop(text):
+    """README.md with the lines of its excerpt as they stand in grpo_llm.py, in its order, with README's comments."""
+    (excerpt,) = re.findall(r"(?ms)^```python\n(.*?)^```$", text)
+    script = [line.partition("  # ")[0].strip() for line in (ROOT / "grpo_llm.py").read_text().splitlines()]
+    script = script[script.index(LOOP.strip()) :]
+    result = ""
+    for line in excerpt.splitlines():
+        code, mark, comment = line.partition("  # ")
+        start = re.match(r".*?(?= = |\(|$)", code.strip())[0]
+        found = [x for x in script if x == code.strip()] or [x for x in script if x.startswith(start)]
+        if not found:
+            raise SystemExit(f"README.md: the loop of grpo_llm.py has no line (any more) that begins {start!r}")
+        script = script[script.index(found[0]) + 1 :]
+        result += code[: len(code) - len(code.lstrip())] + found[0] + mark + comment + "\n"
+    return text.replace(excerpt, result)
+
+
 def contents():
     """{path: what it should hold} of everything that this script writes."""
-    result = {NOTES / f"{name}.diff": diff(*scripts) for name, scripts in DIFFS.items()}
-    result |= {page: with_excerpts(page.read_text()) for page in (NOTES / "walk.md", NOTES / "differences.md")}
+    result = {page: with_excerpts(page.read_text()) for page in (NOTES / "walk.md", NOTES / "differences.md")}
+    result[ROOT / "README.md"] = with_loop((ROOT / "README.md").read_text())
     return result | {NOTES / "run" / "flags.md": with_flags((NOTES / "run" / "flags.md").read_text())}
 
 
+def definitions(source):
+    """{name: text} of the functions, classes and constants of a module, with decorators and the comments above them."""
+    lines, result = source.splitlines(), {}
+    for node in ast.parse(source).body:
+        names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+        if isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
+        while lines[first - 1].startswith("#"):
+            first -= 1
+        result |= dict.fromkeys(names, "\n".join(lines[first : node.end_lineno]))
+    return result
+
+
+def with_shared(old, texts):
+    """{script: text} with what one of them has changed since `old`, {script: its definitions}; and what is left to say.
+
+    See the top of this file.
+    """
+    now = {script: definitions(text) for script, text in texts.items()}
+    texts, said = dict(texts), []
+    for name in dict.fromkeys(name for script in old for name in old[script]):
+        owners = [script for script in old if name in old[script]]
+        before = old[owners[0]][name]
+        same = [script for script in owners if old[script][name] == before]
+        found = {now[script].get(name) for script in same} - {before}
+        if len(same) > 1 and len(found) > 1:
+            said.append(f"{name} has changed in several ways: left as it is")
+        elif len(same) > 1 and found:
+            (new,) = found
+            for script in same:
+                gone, put = (before, new) if new else (f"{before}\n\n\n", "")
+                texts[script] = texts[script].replace(gone, put, 1)
+    for script in old:
+        for behind, name in itertools.pairwise(now[script]):
+            for other in old if name not in old[script] else ():
+                there = definitions(texts[other])
+                if name not in there and is_used(name, texts[other]):
+                    if behind not in there:
+                        said.append(f"{other} uses {name}, and has no {behind} behind which it would stand")
+                        continue
+                    new = f"{there[behind]}\n\n\n{now[script][name]}"
+                    texts[other] = texts[other].replace(there[behind], new, 1)
+    for script in old:
+        gone = old[script].keys() - definitions(texts[script]).keys()
+        said += [f"{script} still uses {name}, which is gone" for name in sorted(gone) if is_used(name, texts[script])]
+    return texts, said
+
+
+def is_used(name, text):
+    return re.search(rf"\b{name}\b", text)
+
+
+def copy_shared(base):
+    old, texts = {}, {}
+    for script in SCRIPTS:
+        old[script] = definitions(subprocess.check_output(["git", "show", f"{base}:{script}"], cwd=ROOT, text=True))
+        texts[script] = (ROOT / script).read_text()
+    new, said = with_shared(old, texts)
+    for script in SCRIPTS:
+        if new[script] != texts[script]:
+            (ROOT / script).write_text(new[script])
+            said.insert(0, f"{script} follows")
+    print("\n".join(said))
+
+
 if __name__ == "__main__":
+    if "--scripts" in sys.argv[1:]:
+        copy_shared(sys.argv[2] if len(sys.argv) > 2 else "HEAD")
     stale = {path: text for path, text in contents().items() if path.read_text() != text}
     if "--check" in sys.argv[1:] and stale:
         sys.exit(f"python notes/refresh.py would change {', '.join(path.name for path in stale)}")

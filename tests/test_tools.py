@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import refresh
 import variants
 from conftest import PLACE, ROOT, write_rows
 from test_project import load_benchmark
@@ -152,6 +153,26 @@ def test_rebase_writes_over_nothing_and_goes_on(call):
     mended = re.sub(r"(?s)<{7}.*?={7}\n(.*?)>{7} .*?\n", r"\1", Path("conflicts/cispo_llm.py").read_text())
     Path("conflicts/cispo_llm.py").write_text(mended)
     assert call("make", "cispo", "conflicts/cispo_llm.py")[0] == 0 and "weight" in variants.patched("cispo")
+
+
+# ------------------------------------------------------------------------------------------- refresh.py --scripts
+
+
+def test_what_changes_in_one_script_goes_to_the_others():
+    """A helper with another name and a changed body; calls in `main` are the contributor's. Two changes: left alone."""
+    texts = {script: (ROOT / script).read_text() for script in refresh.SCRIPTS}
+    old = {script: refresh.definitions(text) for script, text in texts.items()}
+    expected, given = {}, {}
+    for script, text in texts.items():
+        expected[script] = text.replace("to_tensor(", "as_tensor(").replace("parts) / len(parts)", "parts) / 1")
+        own = refresh.definitions(text)["main"]
+        given[script] = text.replace(own, own.replace("to_tensor(", "as_tensor("))
+    given["grpo_llm.py"] = expected["grpo_llm.py"]
+    assert refresh.with_shared(old, given) == (expected, [])
+    given["ppo_llm.py"] = given["ppo_llm.py"].replace("parts) / len(parts)", "parts) / 2")
+    found, said = refresh.with_shared(old, given)
+    assert said == ["mean_parts has changed in several ways: left as it is"]
+    assert [text.count(f"parts) / {x}") for text, x in zip(found.values(), (2, 1, "len(parts)"))] == [1, 1, 1]
 
 
 # ------------------------------------------------------------------------------------------------------- --script
