@@ -47,8 +47,10 @@ Measured: (numbers, seeds, beside what)
 
 """
 PARENTS = re.compile(r"\A# (.+), by notes/variants\.py\n")  # the first line of what `apply` writes
-# A conflict in which neither side has taken a line away: there is nothing between ||||||| and =======.
-BOTH_INSERT = re.compile(r"(?m)^<{7} .*\n((?:(?!\|{7} ).*\n)*)\|{7} .*\n={7}\n((?:(?!>{7} ).*\n)*)>{7} .*\n")
+# The lines of ours, of the base and of theirs in a conflict.
+CONFLICT = re.compile(
+    r"(?m)^<{7} .*\n((?:(?!\|{7} ).*\n)*)\|{7} .*\n((?:(?!={7}\n).*\n)*)={7}\n((?:(?!>{7} ).*\n)*)>{7} .*\n"
+)
 
 
 def git(*words, check=True, **options):
@@ -149,14 +151,20 @@ def places(text):
 
 
 def keep_insertions(text):
-    """(text with ours, then theirs, where both sides only insert, and the functions in which that was so)"""
+    """(text with both sides where one of them only inserts lines before or behind those of the base, and the functions
+    in which that was so). Where both insert at one spot, ours come first."""
     kept = []
 
     def both(conflict):
-        kept.append(places(text[: conflict.end()])[-1].partition(", in ")[2])
-        return conflict[1] + conflict[2]
+        ours, base, theirs = conflict.groups()
+        for inserting, other in (theirs, ours), (ours, theirs):
+            before, found, behind = f"\n{inserting}".partition(f"\n{base}")
+            if found:
+                kept.append(places(text[: conflict.end()])[-1].partition(", in ")[2])
+                return f"{before}\n{other}{behind}".removeprefix("\n")
+        return conflict[0]
 
-    return BOTH_INSERT.sub(both, text), kept
+    return CONFLICT.sub(both, text), kept
 
 
 def difference(script, text, *options):
@@ -215,7 +223,7 @@ def apply(chosen, file, on=None):
         text, _ = merged(text, (ROOT / script).read_text(), patched(name), labels)
         text, kept = keep_insertions(text)
         if kept:
-            print(f"{parents} and {labels[2]} both insert in {', '.join(kept)}: kept one after the other, have a look")
+            print(f"{parents} and {labels[2]} insert in {', '.join(kept)}: kept one after the other, have a look")
         parents += f" + {labels[2]}"
     text = f"# {parents}, by notes/variants.py\n{text}"
     if not write_new(file, text):
@@ -253,7 +261,7 @@ def rebase_one(name):
     text, kept = keep_insertions(merged(today, old, theirs)[0])
     if kept:
         print(
-            f"{script} and {path_of(name).stem} both insert in {', '.join(kept)}: kept one after the other, have a look"
+            f"{script} and {path_of(name).stem} insert in {', '.join(kept)}: kept one after the other, have a look"
         )
     if not places(text):
         make(name, text, script)

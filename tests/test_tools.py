@@ -109,7 +109,7 @@ def test_where_both_insert_both_are_kept(call):
     for name in "one", "two":
         call("make", f"{name}.patch", changed("grpo_llm.py", anchor, f"{name.upper()} = 1\n\n\n{anchor}"))
     code, said = call("apply", "one.patch,two.patch")
-    assert code == 0 and "one and two both insert in the head of the file: kept" in said
+    assert code == 0 and "one and two insert in the head of the file: kept" in said
     text = Path("one_two_llm.py").read_text()
     assert text.index("ONE = 1\n") < text.index("TWO = 1\n") and "<<<<" not in text
 
@@ -133,11 +133,11 @@ def test_rebase_touches_only_what_no_longer_fits(call):
 
 
 def test_rebase_writes_over_nothing_and_goes_on(call):
-    """A file in the way, a conflict, a patch with the marks of a merge, one that only inserts where the script did."""
+    """A file in the way, a conflict, a patch with the marks of a merge, one that inserts where the script changes a line."""
     anchor = "    whitened = "
     call("make", "one.patch", changed("grpo_llm.py", anchor, f"    one = 1\n{anchor}"))
     commit_all()
-    text = changed("grpo_llm.py", anchor, f"    two = 2\n{anchor}").read_text()
+    text = changed("grpo_llm.py", anchor, f"    two = 2\n{anchor}1 * ").read_text()
     Path("grpo_llm.py").write_text(text.replace("(-20.0, 20.0).exp()  # [3.12]", "(-9.0, 9.0).exp()"))
     Path("conflicts").mkdir()
     for path in Path("gspo_llm.py"), Path("conflicts/gspo_llm.py"):
