@@ -133,7 +133,7 @@ def test_rebase_touches_only_what_no_longer_fits(call):
 
 
 def test_rebase_writes_over_nothing_and_goes_on(call):
-    """A file in the way, a conflict, a patch with the marks of a merge, one that inserts where the script changes a line."""
+    """A file in the way, a conflict, a patch with the marks of a merge, an insertion at a changed line."""
     anchor = "    whitened = "
     call("make", "one.patch", changed("grpo_llm.py", anchor, f"    one = 1\n{anchor}"))
     commit_all()
