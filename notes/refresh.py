@@ -144,7 +144,8 @@ def with_loop(text):
     script = [line.partition("  # ")[0].strip() for line in (ROOT / "grpo_llm.py").read_text().splitlines()]
     script = script[script.index(LOOP.strip()) :]
     result = ""
-    for line in excerpt.splitlines():
+    ours = re.sub(r"(?ms)^<{7} .*?\n(.*?)^={7}\n.*?^>{7} .*?\n", r"\1", excerpt)  # if a merge has left its marks
+    for line in ours.splitlines():
         code, mark, comment = line.partition("  # ")
         start = re.match(r".*?(?= = |\(|$)", code.strip())[0]
         found = [x for x in script if x == code.strip()] or [x for x in script if x.startswith(start)]

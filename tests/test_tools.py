@@ -158,21 +158,37 @@ def test_rebase_writes_over_nothing_and_goes_on(call):
 # ------------------------------------------------------------------------------------------- refresh.py --scripts
 
 
+SHARED = """SIZES = 1
+
+
+def main():
+    {0}(1)
+
+
+# Why.
+def first(x):
+    return {0}(x)
+
+
+def {0}(x):
+    return {1}
+
+
+def last(x):
+    return {2}
+"""
+
+
 def test_what_changes_in_one_script_goes_to_the_others():
-    """A helper with another name and a changed body; calls in `main` are the contributor's. Two changes: left alone."""
-    texts = {script: (ROOT / script).read_text() for script in refresh.SCRIPTS}
-    old = {script: refresh.definitions(text) for script, text in texts.items()}
-    expected, given = {}, {}
-    for script, text in texts.items():
-        expected[script] = text.replace("to_tensor(", "as_tensor(").replace("parts) / len(parts)", "parts) / 1")
-        own = refresh.definitions(text)["main"]
-        given[script] = text.replace(own, own.replace("to_tensor(", "as_tensor("))
-    given["grpo_llm.py"] = expected["grpo_llm.py"]
-    assert refresh.with_shared(old, given) == (expected, [])
-    given["ppo_llm.py"] = given["ppo_llm.py"].replace("parts) / len(parts)", "parts) / 2")
-    found, said = refresh.with_shared(old, given)
-    assert said == ["mean_parts has changed in several ways: left as it is"]
-    assert [text.count(f"parts) / {x}") for text, x in zip(found.values(), (2, 1, "len(parts)"))] == [1, 1, 1]
+    """A renamed helper with another body; calls in `main` are the contributor's. Two changes at once are left alone."""
+    old = {script: refresh.definitions(SHARED.format("helper", "x", script == "c")) for script in "abc"}
+    texts = {script: SHARED.format("helper", "x", script == "c").replace("helper(1)", "renamed(1)") for script in "abc"}
+    texts["b"] = SHARED.format("renamed", "2 * x", False)
+    expected = {script: SHARED.format("renamed", "2 * x", script == "c") for script in "abc"}
+    assert refresh.with_shared(old, texts) == (expected, [])
+    texts["a"] = texts["a"].replace("return x", "return 3")
+    found, said = refresh.with_shared(old, texts)
+    assert said == ["helper has changed in several ways: left as it is"] and "return 3" in found["a"]
 
 
 # ------------------------------------------------------------------------------------------------------- --script
