@@ -20,7 +20,8 @@ import ranks
 from conftest import ROOT, ruff, write_rows
 from refresh import definitions
 
-# One sitting. A ceiling is never raised to let a feature in, and a contributor's flag and metric find AIR tokens free.
+# One sitting. A ceiling is never raised to let a feature in. A version that is released leaves AIR tokens free, which
+# the flag and the metric of a contributor may take.
 AIR = 40
 CEILINGS = {
     "ppo_llm": {"tokens": 8600, "code lines": 850, "lines": 1275, "main": 235, "flags": 50, "before loop": 1400},
@@ -135,7 +136,8 @@ def test_a_script_is_read_in_one_sitting_and_stands_alone(name):
     source = read_script(name)
     found = measure(source)
     assert {what: found[what] for what, most in (CEILINGS[name] | PLAIN).items() if found[what] > most} == {}
-    assert found["tokens"] <= CEILINGS[name]["tokens"] - AIR
+    newest = re.search(r"(?m)^## (.*)$", (ROOT / "CHANGELOG.md").read_text())[1]
+    assert found["tokens"] <= CEILINGS[name]["tokens"] - AIR * ("unreleased" not in newest)
     imported = {module.split(".")[0] for module in re.findall(r"(?m)^ *(?:import|from(?= \S+ import)) (\S+)", source)}
     known = {"accelerate", "datasets", "peft", "torch", "transformers", "tyro"}
     assert imported <= (set(sys.stdlib_module_names) - FORBIDDEN) | known
