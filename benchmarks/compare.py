@@ -1,6 +1,6 @@
 """Compare several results of benchmarks/learning.py in one table: means over the seeds, with the lowest and highest.
 
-    python benchmarks/compare.py ppo grpo dr_grpo rloo reinforce_pp grpo-lora ppo-fsdp grpo-fsdp \\
+    python benchmarks/compare.py ppo grpo grpo-2026 dr_grpo rloo reinforce_pp grpo-lora ppo-fsdp grpo-fsdp \\
         > benchmarks/results/comparison.md
     python benchmarks/compare.py runs/one runs/two        # your own runs, or folders with a run for each seed
 

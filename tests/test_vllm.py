@@ -16,7 +16,7 @@ FLAGS |= {"total_iterations": 2, "eval_every": 0, "save_every": 0}
 def test_the_engine_samples_with_the_weights_of_the_moment(tmp_path):
     """Log-probs agree after a large step, and greedy answers are those of `generate`."""
     (tmp_path / "vllm_llm.py").write_text(variants.patched("vllm"))
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")  # a script looks for the embedded model beside it
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")  # a script looks for the bundled model beside it
     answers = []
     for script, more in (tmp_path / "vllm_llm.py", {"cache_gib": 0.25}), (ROOT / "grpo_llm.py", {}):
         flags = FLAGS | more | {"output_dir": tmp_path, "run_name": script.stem}
