@@ -260,9 +260,7 @@ def rebase_one(name):
         return f"{path_of(name)} fits no {script} that was ever committed (or this clone has no history)"
     text, kept = keep_insertions(merged(today, old, theirs)[0])
     if kept:
-        print(
-            f"{script} and {path_of(name).stem} insert in {', '.join(kept)}: kept one after the other, have a look"
-        )
+        print(f"{script} and {path_of(name).stem} insert in {', '.join(kept)}: kept one after the other, have a look")
     if not places(text):
         make(name, text, script)
         return None

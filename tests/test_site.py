@@ -57,17 +57,6 @@ def test_five_tabs_and_chapters_before_variants_and_results_in_the_search(site):
     assert 'href="#docstring-imports-flags">To the top' in pages["grpo_llm.html"]
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="no node")
-def test_the_search_takes_flags_and_other_words():
-    program = """
-        globalThis.window = globalThis; globalThis.location = {protocol: "https:"}
-        globalThis.Worker = class { postMessage(message) { console.log(message.data) } }\n"""
-    program += (ROOT / "notes" / "web" / "search.js").read_text()
-    program += 'for (const data of ["--lam", "OOM", "multi-node", "k-1"]) new Worker("").postMessage({type: 2, data})'
-    shown = subprocess.run(["node", "-e", program], check=True, capture_output=True, text=True).stdout
-    assert shown.split("\n") == ["lam lam^9", "memory", "machines", "k-1", ""]
-
-
 def test_the_address_of_the_repository_has_one_setting():
     from mkdocs.config import load_config
 
@@ -149,34 +138,3 @@ def test_the_sliders_compute_what_the_scripts_do(at):
         torch.testing.assert_close(columns[name], numbers, rtol=0, atol=1e-5, msg=name)
     torch.testing.assert_close(torch.tensor(shown["group"]).float(), group)
     assert shown["clipped"] == clipped.tolist() and any(shown["clipped"]) == (at["size"] != 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [390, 1024])
-def test_the_sliders_work_in_a_browser(site, width):
-    playwright, path = pytest.importorskip("playwright.sync_api"), shutil.which("chromium")
-    if not path:
-        pytest.skip("no Chromium on the path")
-    with playwright.sync_playwright() as running:
-        page, trouble = running.chromium.launch(executable_path=path).new_page(), []
-        page.set_viewport_size({"width": width, "height": 900})
-        page.on("pageerror", lambda error: trouble.append(str(error)))
-        page.on("console", lambda message: trouble.append(message.text))
-        for name, text in site[0].items():
-            if 'class="try"' in text and "sliders.js" in text:
-                page.goto((site[1] / name).as_uri())
-                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
-                assert page.locator(".try:empty").count() == 0 < page.locator(".try").count()
-        page.goto((site[1] / "minutes.html").as_uri())
-        column = "[...document.querySelectorAll('[data-view=gae] td[data-name=%s]')].map(cell => cell.dataset.exact)"
-        page.locator("[data-view=gae] input[name=lam]").press("Home")  # lambda 0: just the deltas
-        assert page.evaluate(column % "advantage") == page.evaluate(column % "delta")
-        page.locator("[data-view=all] select[name=which]").select_option("1")
-        assert len(page.evaluate(column % "delta")) == 27
-        page.locator("[data-view=ratio] input[name=step]").press("End")
-        stopped = page.locator("[data-view=ratio] tr", has_text="stopped")
-        assert stopped.count() == 1 and "_First" in stopped.inner_text()
-        page.locator("[data-view=values] td input").first.press("End")
-        assert page.locator("[data-view=values] td[data-name=value] span").first.inner_text() == "1.00"
-        page.locator("[data-view=gae] button").click()
-        assert page.locator("[data-view=all] input[name=lam]").input_value() == "0.95" and trouble == []

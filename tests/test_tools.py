@@ -74,7 +74,7 @@ def test_what_is_no_copy_makes_no_patch(call):
 def test_the_list_has_each_once_by_what_it_changes_and_fits_a_screen(call):
     call("make", "mine", changed("ppo_llm.py", "gamma", "discount"))
     lines = call("list")[1].splitlines()
-    files = {path.stem for path in variants.FOLDER.glob("*.py")} - {"guess", "retry"}  # games for `environment`
+    files = {path.stem for path in variants.FOLDER.glob("*.py")} - {"guess"}  # a game for `environment`
     listed = [line.split()[0] for line in lines[:-2] if line.startswith("  ")]
     assert sorted(listed) == sorted({*variants.names(), *files})
     assert [line[:-1] for line in lines if not line.startswith("  ")] == [*variants.GROUPS, "yours"]

@@ -1,6 +1,5 @@
 """Variants of sampling, turns and tools, and of speed, memory and precision: each does what its head says."""
 
-import functools
 import itertools
 import json
 import math
@@ -185,18 +184,6 @@ def test_environment_keeps_the_chat_that_the_template_makes(variant, tmp_path):
     assert [was for was, _ in turns_of(algo, games[0])] == [True, False] * 2
 
 
-def test_retry_asks_reasoning_gym_twice(variant, tmp_path):
-    pytest.importorskip("reasoning_gym", reason="needs the extra `tasks`")
-    easy = json.dumps({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
-    load_script(FILES / "gym_tasks.py").write("chain_sum", tmp_path, 8, 0, easy)
-    (row, *_) = read_rows(tmp_path / "train.jsonl")
-    game = load_script(FILES / "retry.py").Retry()
-    game.reset(**row)
-    for turn, said in ("#### none", ["\nThat is wrong, try again.\n"]), (f"That is\n#### {row['answer']}", []):
-        assert [message["content"] for message in variant("environment").answer(game, turn)] == said
-    assert game.get_reward() == 0.5
-
-
 def column(metrics, name):
     return [m[name] for m in metrics[1:]]
 
@@ -342,19 +329,6 @@ def test_fp16_has_the_gradients_of_float32(train):
     assert whole["actor/grad_norm"] != half["actor/grad_norm"] == pytest.approx(whole["actor/grad_norm"], rel=0.05)
     assert (half["loss_scale"], whole["loss_scale"], half["overflows"]) == (2.0**16, 1, 0)
     assert 1e-6 < half["rollout/logprob_diff"] < bfloat["rollout/logprob_diff"] / 2
-
-
-def test_fp16_leaves_out_steps_that_overflow_and_resumes(train, monkeypatch):
-    """Until the scale has come down from 2**22. If one of 1 is too large, the run ends."""
-    scaler = torch.amp.GradScaler
-    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(scaler, init_scale=2.0**22))
-    metrics = resumed(train, "fp16", 1, total_iterations=4, save_every=1)
-    overflows = column(metrics, "overflows")
-    assert overflows[0] == 2 and metrics[1]["actor/grad_norm"] == 0 and overflows[-1] == overflows[-2]
-    assert column(metrics, "loss_scale") == [2.0 ** (22 - n) for n in overflows]
-    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(scaler, init_scale=1.0))
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(math.nan))
-    assert "the gradient norm of the policy is nan" in refusal(lambda: train("fp16"))
 
 
 @pytest.mark.slow
