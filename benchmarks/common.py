@@ -3,14 +3,20 @@
 Files in campaigns/ put the folder of this one on the path; this one adds those of the scripts and of variants.py.
 """
 
+import contextlib
 import csv
 import json
+import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,21 +34,37 @@ def launcher(processes, *command, python=sys.executable):
     return [str(word) for word in words]
 
 
-def run(words, **environment):
+def run(words, limit=math.inf, **environment):
     """Runs a command to its end, each process on one thread: (what it printed, bytes of its largest process).
 
-    If it fails, so does this program, with the last of what it printed.
+    If it fails, so does this program, with the last of what it printed. After `limit` seconds without a line it is
+    ended, and faulthandler prints where each process stood.
     """
     env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | environment
+    env["PYTHONFAULTHANDLER"] = "1"
     with tempfile.TemporaryFile("w+") as console:
         process = subprocess.Popen([str(word) for word in words], stdout=console, stderr=subprocess.STDOUT, env=env)
-        _, status, usage = os.wait4(process.pid, 0)
+        ended = 0
+        while not ended:
+            time.sleep(0.05)
+            if time.time() - os.fstat(console.fileno()).st_mtime > limit:
+                abort(process.pid)
+            ended, status, usage = os.wait4(process.pid, os.WNOHANG)
         process.returncode = os.waitstatus_to_exitcode(status)
         console.seek(0)
         said = console.read()
     if process.returncode:
-        sys.exit(f"{' '.join(process.args)}: exit code {process.returncode}\n{said[-6000:]}")
+        sys.exit(f"{' '.join(process.args)}: exit code {process.returncode}\n{said[-20000:]}")
     return said, 1024 * usage.ru_maxrss
+
+
+def abort(pid):
+    """Ends a process and all that it has started, one after the other, or what they print would be mixed up."""
+    process = psutil.Process(pid)
+    for one in [*process.children(recursive=True), process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.send_signal(signal.SIGABRT)
+        time.sleep(0.5)
 
 
 def find_script(name, folder, tree=ROOT):
