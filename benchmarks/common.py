@@ -5,12 +5,17 @@ Files in campaigns/ put the folder of this one on the path; this one adds those 
 
 import csv
 import json
+import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,34 +33,49 @@ def launcher(processes, *command, python=sys.executable):
     return [str(word) for word in words]
 
 
-def run(words, **environment):
+def run(words, limit=math.inf, **environment):
     """Runs a command to its end, each process on one thread: (what it printed, bytes of its largest process).
 
-    If it fails, so does this program, with the last of what it printed.
+    If it fails, or prints nothing for `limit` seconds, this program ends with the last of what it printed.
     """
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | environment
+    ours = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
     with tempfile.TemporaryFile("w+") as console:
-        process = subprocess.Popen([str(word) for word in words], stdout=console, stderr=subprocess.STDOUT, env=env)
-        _, status, usage = os.wait4(process.pid, 0)
+        options = {"stdout": console, "stderr": subprocess.STDOUT, "env": os.environ | ours | environment}
+        process = subprocess.Popen([str(word) for word in words], **options)
+        ended = 0
+        while not ended:
+            time.sleep(0.05)
+            if time.time() - os.fstat(console.fileno()).st_mtime > limit:
+                abort(process.pid)
+            ended, status, usage = os.wait4(process.pid, os.WNOHANG)
         process.returncode = os.waitstatus_to_exitcode(status)
         console.seek(0)
         said = console.read()
     if process.returncode:
-        sys.exit(f"{' '.join(process.args)}: exit code {process.returncode}\n{said[-6000:]}")
+        sys.exit(f"{' '.join(process.args)}: exit code {process.returncode}\n{said[-20000:]}")
     return said, 1024 * usage.ru_maxrss
+
+
+def abort(pid):
+    """Ends a process and those that it has started, one by one: faulthandler prints where each of them stood."""
+    process = psutil.Process(pid)
+    for one in [*process.children(recursive=True), process]:
+        if one.is_running():
+            one.send_signal(signal.SIGABRT)
+            time.sleep(0.5)
 
 
 def find_script(name, folder, tree=ROOT):
     """The file of a script of the tree, or of what is made of it in the folder: grpo_llm_fsdp, or a variant, NAME_llm.
 
-    One that is made finds the bundled model next to it.
+    Next to what lies in the folder is the bundled model.
     """
     path = folder / f"{name}.py"
-    if path.name in variants.SCRIPTS:
-        return tree / path.name
     (folder / "benchmarks").mkdir(parents=True, exist_ok=True)
     if not (folder / "benchmarks" / "tiny").exists():
         (folder / "benchmarks" / "tiny").symlink_to(TINY)
+    if path.name in variants.SCRIPTS:
+        return tree / path.name
     path.unlink(missing_ok=True)
     if name == "grpo_llm_fsdp":
         parts = [(tree / f"{part}.py").read_text() for part in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")]

@@ -79,10 +79,8 @@ def main():
         keep_run(path, rows, "seed", seed)
         last = [row for row in rows if "eval/score" in row][-1]
         seconds = rows[-1]["time/launch_to_exit"]
-        print(
-            f"seed {seed}: {last['eval/score']} greedy, {last['eval/score_sampled']} sampled, {seconds:.0f} s",
-            flush=True,
-        )
+        scores = f"{last['eval/score']} greedy, {last['eval/score_sampled']} sampled"
+        print(f"seed {seed}: {scores}, {seconds:.0f} s", flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(train_seed, args.seeds))

@@ -18,9 +18,7 @@ def exact(prompts, responses, answers):
         # What a file of data says as 5, a date or true may have become 5.0, a datetime or True: no model writes that.
         if isinstance(answer, bool) or not isinstance(answer, str | int):
             kind = type(answer).__name__
-            raise TypeError(
-                f"exact compares texts: the reference answer {answer!r}, a {kind}, should be a text in the data"
-            )
+            raise TypeError(f"exact compares texts: the answer {answer!r}, a {kind}, should be a text in the data")
     return [float(response.strip() == str(answer).strip()) for response, answer in zip(responses, answers)]
 
 

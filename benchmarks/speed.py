@@ -6,13 +6,12 @@
     python benchmarks/speed.py table        tables of everything measured so far
 
 TRL needs an environment of its own (`pip install trl`), in which this file runs, too; without --trl only ours are
-measured. Beside its GRPOTrainer stands grpo_llm.py. PPOTrainer left TRL after 1.12.0; benchmarks/peers.py of commit
-133d37b runs it.
+measured. Beside its GRPOTrainer stands grpo_llm.py.
 
 All contenders take turns, round by round, on the bundled model and two processes. In a round, we take each contender's
 median over the iterations after the warm-up, and their ratios; the number we report is the median of these ratios over
-the rounds. Results are appended to benchmarks/results/speed/measured.jsonl, or to the one in another folder
-(--results); `table` writes README.md next to it. Phases are timed from outside, by benchmarks/phases.py.
+the rounds. Results are appended to benchmarks/results/speed/measured.jsonl, and `table` writes README.md next to it.
+Phases are timed from outside, by benchmarks/phases.py.
 """
 
 import argparse
@@ -33,6 +32,7 @@ import torch
 import torch.distributed as dist
 from common import ROOT, TINY, read_lines
 
+RESULTS = common.RESULTS / "speed"
 BETA, LR = 0.001, 1e-5  # nothing should be learned: the work has to stay the same
 WARM_UP = 2  # iterations that do not count
 # Prompts and responses of an iteration, and the longest response.
@@ -187,7 +187,6 @@ def take_turns(what, runs, args, **about):
     names = re.findall("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     machine = f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB"
-    args.results.mkdir(parents=True, exist_ok=True)
     for _ in range(args.rounds):
         round_number = time.time_ns()
         for name, run in runs.items():
@@ -195,7 +194,7 @@ def take_turns(what, runs, args, **about):
             values = {key: statistics.median(line[key] for line in lines[WARM_UP:]) for key in lines[0]}
             row = {"what": what, "machine": machine, "round": round_number, "name": name, "peak_bytes": peak}
             print(json.dumps(row | about | values), flush=True)
-            with open(args.results / "measured.jsonl", "a") as file:
+            with open(RESULTS / "measured.jsonl", "a") as file:
                 file.write(json.dumps(row | about | values) + "\n")
 
 
@@ -239,12 +238,11 @@ def middle(rows, key):
 
 
 def table(args, folder):
-    measured = read_lines(args.results / "measured.jsonl")
+    measured = read_lines(RESULTS / "measured.jsonl")
     of = common.grouped(measured, "what")
-    text = (
-        "# Speed\n\nMedians, made by `python benchmarks/speed.py`, with OMP_NUM_THREADS=1. The bundled model and its "
-    )
-    text += f"task.\nMeasured on {', '.join(dict.fromkeys(row['machine'] for row in measured))}.\n"
+    text = "# Speed\n\nMedians, made by `python benchmarks/speed.py`, with OMP_NUM_THREADS=1. "
+    machines = ", ".join(common.grouped(measured, "machine"))
+    text += f"The bundled model and its task.\nMeasured on {machines}.\n"
     head = ["", "rounds", "iteration, s", "of it rollout", "tokens/s", "peak memory, MiB", "of TRL's time"]
     for steps, rows in common.grouped(of.get("iteration", []), "steps").items():
         lines = []
@@ -263,7 +261,7 @@ def table(args, folder):
     if lines:
         head = ["", "rounds", "one process, s", "two, s", "times as fast"]
         text += f"\n## Two processes against one, the same global batch\n\n{common.markdown(head, lines)}\n"
-    (args.results / "README.md").write_text(text)
+    (RESULTS / "README.md").write_text(text)
     print(text)
 
 
@@ -275,7 +273,6 @@ def main():
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps per iteration (4)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=7)
-    parser.add_argument("--results", type=Path, default=common.RESULTS / "speed")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         commands[args.what](args, Path(folder))

@@ -1,21 +1,16 @@
 """Tasks for variants whose effect the bundled task cannot show, each with its own small model, made in seconds.
 
-    python benchmarks/tasks.py sequence FOLDER      continue 2581, 4703.., with a model that knows nothing
-    python benchmarks/tasks.py calculator FOLDER    word problems too large for the head of a model that can calculate
-    python benchmarks/tasks.py boxes FOLDER         in which of two boxes? with a model that guesses, and guesses again
-    python benchmarks/tasks.py guess FOLDER         a number from 1 to 7, three turns, with a model that seldom listens
-    python benchmarks/tasks.py lengths FOLDER       the bundled task, with a model that is now brief and now verbose
-    python benchmarks/tasks.py hard FOLDER          the bundled task, with a model that hardly ever shows its work
+    python benchmarks/tasks.py TASK FOLDER
 
-Each writes FOLDER/model; all but `lengths` and `hard` FOLDER/train.jsonl and FOLDER/test.jsonl, too.
+writes FOLDER/model; all but `lengths` and `hard` FOLDER/train.jsonl and FOLDER/test.jsonl, too.
 
 `sequence`: a random Llama of 0.1M parameters with a token for each digit is asked for the next eight digits of an
 arithmetic sequence modulo ten. Its rewards are functions of this file, `--reward benchmarks/tasks.py:NAME`: for every
 right digit until the first wrong one (`each_character`, for process_reward.patch), their sum as the score of the
 response (`one_score`), or a point for a whole answer (`all_or_nothing`).
 
-`calculator`: the bundled model after two minutes of pretraining on larger numbers, in which a fifth of the answers ask
-for results, `<calc>37*48</calc>1776` (for tool_call.patch).
+`calculator`: word problems too large for the head, and the bundled model after two minutes of pretraining on larger
+numbers, in which a fifth of the answers ask for results, `<calc>37*48</calc>1776` (for tool_call.patch).
 
 `boxes`: nothing tells in which of two boxes the nuts are, so half of the first answers are right, whatever is learned.
 The bundled model was pretrained for half a minute on guesses, in which a second answer has nothing to do with the
@@ -25,12 +20,13 @@ first. Who listens is right the second time (for two_turns.patch).
 parameters was pretrained for half a minute on games in which three guesses of ten are among the numbers that are left,
 and wins four games of ten. Three guesses that halve what is left win all of them (for environment.patch).
 
-`lengths`: the bundled model after a minute of pretraining on worked answers that say their last step one to five
-times, so there are right answers of many lengths (for length_control.py). Two rewards of it are functions of this file:
-right, and near 80 characters, by their names (`right_and_near`, for multi_reward.patch) or summed (`right_plus_near`).
+`lengths`: the bundled task, and its model after a minute of pretraining on worked answers that say their last step one
+to five times, so there are right answers of many lengths (for length_control.py). Two rewards of it are functions of
+this file: right, and near 80 characters, by their names (`right_and_near`, for multi_reward.patch) or summed
+(`right_plus_near`).
 
-`hard`: the bundled model after a minute of pretraining in which 2% of the answers are worked and a quarter hasty (not
-a third and a sixth): of groups of eight six in seven have no worked answer to learn from.
+`hard`: the bundled task, and its model after a minute of pretraining in which 2% of the answers are worked and a
+quarter hasty (not a third and a sixth): of groups of eight six in seven have no worked answer to learn from.
 """
 
 import argparse

@@ -195,7 +195,7 @@ def make(name, text, script):
     path = path_of(name)
     head = read_patch(name)[0] if path.exists() else HEAD.format(name=path.stem)
     path.write_text(head + difference(script, text))
-    print(f"{path}: of {script}, {size(name)}")
+    print(f"{path}: of {script}, {size(name)}; to check the copy: python benchmarks/check_copy.py FILE")
 
 
 def write_new(path, text):

@@ -1,6 +1,7 @@
 """Reward files that score with math-verify and reasoning-gym: answers right, wrong and malformed."""
 
 import json
+import time
 
 import pytest
 from conftest import ROOT, load_script, read_rows
@@ -14,9 +15,11 @@ MALFORMED = "", "####", "\\boxed{72", "\\frac" * 50, "1" * 6000, "\x00é☃", "]
 # What a policy may write without having solved anything: the first was learned by a model within ten iterations.
 FORMULAS = ["we need to follow a set of steps. First, we add 11 + 72", "$11 + 72$", "\\boxed{11+72}", "83 = 11 + 72"]
 FORMULAS += ["9 \\times 9 + 2", "\\boxed{\\frac{166}{2}}", "\\boxed{83^1}", "\\boxed{81, 82, 83}", "83 or 84"]
+FORMULAS += ["\\boxed{83!}", "It is not 83.", "84 or 83", "\\boxed{not 83}"]
 CASES = {  # {(question, answer): (right responses, wrong ones)}
     ("", "72"): (["40+32=72\n#### 72", "\\boxed{72}. Or was it 5?"], ["#### 72.5", "\\boxed{71}, not 72", *MALFORMED]),
-    ("", "1,000"): (["#### $1000"], []),
+    ("", "1,000"): (["#### $1000", "1{,}000", "so \\textbf{1000}", "\\boxed{10^3}", "It is not 10 but 1000!"], []),
+    ("What is 10^3?", "1000"): (["$1{,}000$"], ["\\boxed{10^{3}}"]),
     ("", "3/4"): (["75%", "\\boxed{75\\%}", "\\boxed{\\frac{6}{8}}"], ["\\boxed{7.5\\%}", "\u22123/4"]),
     ("", "\u22125"): (["-5", "\\boxed{\u22125}"], ["5"]),
     ("", "(x+1)^2"): (["\\boxed{x^2+2x+1}"], ["\\boxed{x^2+1}"]),
@@ -42,6 +45,19 @@ def test_math_verify(capsys):
     assert capsys.readouterr().err.count("verify_math cannot read the answer") == 2
     answers = [27.0, 27, ["2"], "\\$36"]  # as in published data
     assert verify_math.verify_math([""] * 4, ["27", "27.0", "\\boxed{2}", "$36$"], answers) == [1] * 4
+
+
+def test_on_a_busy_machine_a_reference_is_read(monkeypatch):
+    parser = verify_math.parse.__globals__
+    read = parser["extract_target_from_pred"]
+
+    def read_late(*args, **options):
+        time.sleep(1.2)
+        return read(*args, **options)
+
+    monkeypatch.setitem(parser, "extract_target_from_pred", read_late)
+    monkeypatch.setattr(verify_math, "SECONDS", 1)
+    assert verify_math.gold("8191")[0] == 8191
 
 
 @pytest.mark.parametrize("task, options", [("chain_sum", {"max_terms": 3}), ("prime_factorization", {"max_value": 50})])

@@ -1,4 +1,4 @@
-"""What serves those who change a copy: notes/variants.py, pytest's --script, benchmarks/compare.py --exact."""
+"""What serves those who change a copy: notes/variants.py, pytest's --script, compare.py --exact, check_copy.py."""
 
 import os
 import re
@@ -241,3 +241,22 @@ def test_two_runs_are_the_same_but_for_rounding_or_the_first_difference_is_named
         (compared({}, step_000001=["c"]), "row 2, number of rows"),
     ):
         assert code == 1 and console.endswith(said), console
+
+
+# --------------------------------------------------------------------------------------------------- check_copy.py
+
+QUANTILE = """        few = torch.quantile(old_logprobs[mask], 0.5)  # of this rank's tokens
+        advantages = torch.where(old_logprobs < few, advantages, 0)
+"""
+COPIES = [("", 0, "resumed, 1 process(es): the same"), (QUANTILE, 1, "advantage/")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault, code, said", COPIES)
+def test_a_copy_is_checked_by_one_command(fault, code, said, tiny_model, toy_data, toy_reward, tmp_path):
+    begin = "        lr_factor = min("
+    copy = changed("grpo_llm.py", begin, fault + begin, tmp_path / "my_copy.py")
+    flags = f"--model {tiny_model} --dataset {toy_data} --reward {toy_reward} --max-response-length 10 --lr 1e-3"
+    command = [sys.executable, ROOT / "benchmarks" / "check_copy.py", copy, "--flags", flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code and said in done.stdout, done.stdout + done.stderr

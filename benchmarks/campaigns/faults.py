@@ -5,8 +5,8 @@
 
 Each run has two processes on a CPU, the bundled model and small batches. The scripts take turns, together with the
 fourth one that they compose and, in `kills`, a variant that saves additional state; --scripts selects fewer. They are
-copied first, so you can edit them meanwhile. Results go to benchmarks/results/faults/. `kills` appends to its
-kills.jsonl, and `kills 0` only writes its table again. Of the extras, `test` brings psutil.
+copied first, so you can edit them meanwhile. Every run is a line that is added to benchmarks/results/faults/kills.jsonl
+or signals.jsonl; the pages there say what they mean. At the end all lines of the file are counted.
 """
 
 import argparse
@@ -18,24 +18,20 @@ import random
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 import psutil
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import common
-import variants
-from common import ROOT
 
 RESULTS = common.RESULTS / "faults"
 SCRIPTS = "ppo_llm", "grpo_llm", "ppo_llm_fsdp", "grpo_llm_fsdp"
-VARIANT = "adaptive_kl"
+VARIANT = "adaptive_kl_llm"
 FLAGS = "--batch-size 8 --minibatch-size 4 --max-response-length 24 --total-iterations 12 --eval-every 3 --save-every 1"
 FLAGS += " --kl-reward-coef 0.02 --warmup-iterations 8"
 OWN = {"ppo_llm": "", "grpo_llm": "--group-size 2 --batch-size 4 --estimator rloo", "ppo_llm_fsdp": "--lora-rank 4"}
@@ -47,14 +43,10 @@ HANGS = 90  # seconds after which what is left of a killed run is killed as well
 
 def copy_scripts(folder, scripts):
     """The scripts, the fourth that git composes of them, the variant if it is among `scripts`, the model."""
-    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     for name in scripts:
-        if name == VARIANT:
-            (folder / f"{name}.py").write_text(variants.patched(name))
-        else:
-            path = common.find_script(name, folder)
-            if path.parent != folder:
-                shutil.copy(path, folder)
+        path = common.find_script(name, folder)
+        if path.parent != folder:
+            shutil.copy(path, folder)
     common.write_lines(folder / "test.jsonl", common.read_lines(common.TINY / "test.jsonl")[:16])
 
 
@@ -163,12 +155,12 @@ def stopped(run, rng, turn, seconds):
     return row | {"iterations done": run.lines() - 1, "checkpoint": ", ".join(checkpoints)}
 
 
-def disturbed(what, count, folder, scripts):
+def disturb(what, count, folder, scripts):
     """Each script in turn is disturbed and resumed to its end, which should be that of a run that nobody touches."""
-    log = RESULTS / "kills.jsonl"
-    earlier = len(common.read_lines(log)) if what == "kills" and log.exists() else 0
-    rng, rows, whole = random.Random(f"{what} {earlier}"), [], {}
-    for script in scripts if count else ():
+    log = RESULTS / f"{what}.jsonl"
+    earlier = len(common.read_lines(log)) if log.exists() else 0
+    rng, whole = random.Random(f"{what} {earlier}"), {}
+    for script in scripts:
         run, begin = Run(folder, script, f"{script}-whole"), time.monotonic()
         run.start()
         assert run.wait(3600) == 0, run.said()[-3000:]
@@ -183,49 +175,17 @@ def disturbed(what, count, folder, scripts):
         row["same"] = row["code"] == 0 and outcome(run.path) == expected
         if what == "kills":
             row["left"] = [str(path.relative_to(run.path)) for path in run.path.rglob("unfinished")]  # half written
-        rows.append({"script": script} | row)
-        print(rows[-1], flush=True)
+        row = {"script": script} | row
+        print(row, flush=True)
         if not row["same"]:
             print(run.said()[-3000:], flush=True)
         else:
             shutil.rmtree(run.path)
-        if what == "kills":
-            with open(log, "a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-    text = count_kills(common.read_lines(log)) if what == "kills" else list_signals(rows)
-    page = RESULTS / f"{what}.md"
-    _, mark, kept = page.read_text().partition("\n## ")  # what another campaign found
-    page.write_text(text + mark + kept)
-    print(text)
-
-
-def list_signals(rows):
-    text = f"`python benchmarks/campaigns/faults.py signals {len(rows)}`: SIGTERM to the launcher of two processes, "
-    text += "while two others keep the machine busy; `--save-every 0`, so the only checkpoint is the one that the "
-    text += "signal asks for; then `--resume`. 'Same': weights and metrics of the undisturbed run, bit for bit; "
-    text += "'code': the exit code in the end.\n\n"
-    cells = [["yes" if x is True else "NO" if x is False else x for x in row.values()] for row in rows]
-    return text + common.markdown([*rows[0]], cells) + "\n"
-
-
-def count_kills(rows):
-    late, rows = [r for r in rows if r["finished"]], [r for r in rows if not r["finished"]]
-    text = f"{sum(r['same'] for r in rows)} of {len(rows)} runs ended with the weights and metrics of the undisturbed "
-    text += "run, bit for bit, after one kill -9 at a random moment and `--resume`.\n\n"
-    lines = []
-    for script, mine in common.grouped(rows, "script").items():
-        counts = Counter(r["victim"] for r in mine)
-        same = f"{sum(r['same'] for r in mine)} of {len(mine)}"
-        lines.append([f"{script}.py", counts["worker"], counts["launcher"], same])
-    text += common.markdown(["script", "worker killed", "launcher killed", "same at the end"], lines) + "\n"
-    when = Counter("start" if r["lines"] == 0 else "saving" if r["saving"] else "iterations" for r in rows)
-    gone = [r["gone"] for r in rows] or [0.0]
-    text += f"\nKilled before the first line of metrics: {when['start']}; within the iterations: {when['iterations']}; "
-    text += f"while a checkpoint or a model was being written: {when['saving']}. The last process of a killed run was "
-    text += f"gone after {statistics.median(gone):.1f} s in the median, {max(gone):.1f} s at most; after {HANGS} s, "
-    text += f"in {sum(x >= HANGS for x in gone)} runs, what was left was killed before the resume. {len(late)} more "
-    text += "moments came when final/ was already there and are not counted "
-    return text + f"({sum(r['same'] for r in late)} of them the same).\n"
+        with open(log, "a") as file:
+            file.write(json.dumps(row) + "\n")
+    disturbed = [row for row in common.read_lines(log) if not row.get("finished")]  # before they had ended
+    for script, mine in common.grouped(disturbed, "script").items():
+        print(f"{script}: {sum(row['same'] for row in mine)} of {len(mine)} the same in the end")
 
 
 def main():
@@ -237,7 +197,7 @@ def main():
     scripts = args.scripts or [*SCRIPTS, *([VARIANT] if args.what == "kills" else [])]
     with tempfile.TemporaryDirectory() as folder:
         copy_scripts(Path(folder), scripts)
-        disturbed(args.what, args.count, Path(folder), scripts)
+        disturb(args.what, args.count, Path(folder), scripts)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ experts are nearly tied. Of a model, the logits of both passes are kept after sa
 expectation: this gives every temperature and cut from the same two passes. float32 is exact enough to need no table.
 """
 
-import csv
 import itertools
-import json
 import math
 import sys
 from pathlib import Path
@@ -20,7 +18,7 @@ from pathlib import Path
 sys.path += [str(Path(__file__).resolve().parents[2] / folder) for folder in ("benchmarks", "tests", "notes")]
 import ranks
 import torch
-from common import ROOT, TINY
+from common import ROOT, TINY, write_csv
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER = ROOT / "benchmarks" / "results" / "guard"
@@ -35,18 +33,15 @@ def load(folder, lora_rank, ties=False):
     return model
 
 
-def sample(model, rows, length, seed, half, temperature=1.0, eos_ids=()):
-    """(log-probs of the sampler, those of the training pass, mask) of a response to each row."""
+def row_kl(model, rows, length, seed, half, eos_ids):
+    """Of a response to each row, (B,)."""
     stream = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(len(rows), length, generator=stream, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        responses = script.generate(model, [row["input_ids"] for row in rows], uniforms, eos_ids, temperature)
+        responses = script.generate(model, [row["input_ids"] for row in rows], uniforms, eos_ids, 1.0)
         tokens, mask, sampled, lengths = script.to_batch(rows, responses, "cpu")
         batches = [script.pack(lengths, range(len(rows)), 256, "cpu")]
-        return sampled, script.forward_all(script.Policy(model, 1.0).train(), batches, tokens, mask), mask
-
-
-def row_kl(sampled, trained, mask):
+        trained = script.forward_all(script.Policy(model, 1.0).train(), batches, tokens, mask)
     return script.kl_penalty(sampled, trained, "k3").sum(1) / mask.sum(1).clamp(min=16)
 
 
@@ -59,33 +54,23 @@ def family(name, folder):
     stream = torch.Generator().manual_seed(5)
     lengths = torch.randint(3, 40, (96,), generator=stream).tolist()
     rows = [{"input_ids": torch.randint(9, 300, (length,), generator=stream).tolist()} for length in lengths]
-    eos_ids = test_architectures.EOS
     names = [key for key, _ in load(folder, 0).named_parameters()]
     experts = any("router" in key or ".gate." in key for key in names)
     for half, rank, ties in itertools.product((False, True), (0, 4), (False, True) if experts else (False,)):
         model, found = load(folder, rank, ties), []
         for length, seed in itertools.product((1, 2, 3, 48), (1, 2, 3) if half else (1,)):
-            kl = row_kl(*sample(model, rows, length, seed, half, eos_ids=eos_ids))
+            kl = row_kl(model, rows, length, seed, half, test_architectures.EOS)
             found.append((kl.mean().item(), kl.max().item()))
         mean, worst = map(max, zip(*found))
         row = {"family": name, "dtype": "bfloat16" if half else "float32", "lora": rank, "ties": int(ties)}
-        row |= {"mean": mean, "worst": worst}
-        for temperature in (0.9, 0.7) if not rank and not ties else ():
-            kl = row_kl(*sample(model, rows, 48, 1, half, temperature, eos_ids))
-            row[f"sampled at {temperature}"] = kl.mean().item()
-        yield row
+        yield row | {"mean": mean, "worst": worst}
 
 
 def logits_of_both(folder, count=12, length=16):
     """The logits of sampler and training pass in bfloat16, a (T,V) tensor for each response."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder, 0)
-    rows = []
-    for line in (TINY / "test.jsonl").read_text().splitlines()[:count]:
-        text = json.loads(line)["question"]
-        if tokenizer.chat_template:
-            chat = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        rows.append({"input_ids": tokenizer(text, add_special_tokens=False)["input_ids"]})
+    args = script.Args(model="", eval_dataset=f"{TINY}/test.jsonl", dataset=f"{TINY}/train.jsonl", prompt_suffix="")
+    rows = script.load_prompts("test", script.read_data(args)[1], args, tokenizer)[0][:count]
     steps, real = [], script.sample_tokens
     script.sample_tokens = lambda logits, *rest: (steps.append(logits.float()), real(logits, *rest))[1]
     uniforms = torch.rand(count, length, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -127,13 +112,8 @@ def model_rows(folder):
         yield row(f"top-p {top_p}", 1.0, lambda x, top_p=top_p: cut(x.log_softmax(-1), top_p))
 
 
-def write(path, rows):
-    path.parent.mkdir(exist_ok=True)
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: f"{v:.2g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+def write(name, rows):
+    write_csv(FOLDER / name, [{k: f"{v:.2g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows])
 
 
 if __name__ == "__main__":
@@ -143,7 +123,7 @@ if __name__ == "__main__":
         rows = []
         for name in sys.argv[2:] or [name for name in FAMILIES if name not in REFUSED]:
             rows += family(name, ROOT / "runs" / "guard" / name.replace(", ", "-").replace(" ", "-"))
-            write(FOLDER / "families.csv", rows)
+            write("families.csv", rows)
             print(name, flush=True)
     else:
-        write(FOLDER / "models.csv", [row for folder in sys.argv[1:] for row in model_rows(folder)])
+        write("models.csv", [row for folder in sys.argv[1:] for row in model_rows(folder)])

@@ -29,9 +29,7 @@ FOLDER = ROOT / "runs" / "versions"
 CHAT = FOLDER / "chat"  # the bundled model with a chat template
 # Nothing is left to a commit's defaults or guesses.
 COMMON = "--total-iterations 3 --eval-every 2 --eval-rows 16 --save-every 0 --track none --max-response-length 32"
-COMMON += (
-    " --microbatch-tokens 512 --rollout-batch-size 128 --prompt-column question --answer-column answer --run-name run"
-)
+COMMON += " --microbatch-tokens 512 --rollout-batch-size 128 --prompt-column question --answer-column answer"
 DATA = f" --dataset {TINY}/train.jsonl --eval-dataset {TINY}/test.jsonl"
 PPO = " --batch-size 32 --minibatch-size 16"
 WARMUP = PPO + " --critic-warmup-iterations 1"
@@ -102,8 +100,6 @@ def check_out(commit):
 def train(case, tree, folder):
     """The folder of a run with the script of this tree."""
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "benchmarks").mkdir(parents=True)
-    (folder / "benchmarks" / "tiny").symlink_to(TINY)  # for the script, which is copied or made here
     path = find_script(case.script, folder, tree)
     text = path.read_text()
     if tree != ROOT:
@@ -111,7 +107,7 @@ def train(case, tree, folder):
             text = text.replace(before, after)
     path = folder / path.name
     path.write_text(text)
-    words = [path, *shlex.split(COMMON + case.flags), "--output-dir", folder]
+    words = [path, *shlex.split(COMMON + case.flags), "--output-dir", folder, "--run-name", "run"]
     common.run(launcher(case.processes, *words), CUDA_VISIBLE_DEVICES="")
     return folder / "run"
 

@@ -33,12 +33,35 @@ script = None  # the module that runs; its functions are looked up as they are c
 capturing = torch.cuda.is_available()
 
 
-@torch.no_grad()
+class CannotCapture(Exception):
+    """What was recorded until then may have changed tensors in Python, so the rollout can't go on."""
+
+
 def generate(model, prompts, uniforms, eos_ids, temperature):
-    """As the script's. Rows leave when they are half of the batch, because a new batch needs a new graph."""
+    """As the script's, which takes over where a step cannot be captured, and begins anew."""
     if not model._can_compile_fullgraph:  # transformers knows that its step needs Python, or a cache of its own
         switch_off(model, "transformers marks it so")
         return script.own_generate(model, prompts, uniforms, eos_ids, temperature)
+    model.eval()
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    # Autocast keeps its copies of weights only if they require gradients, so with LoRA it would cast a tied head in
+    # every step (`cached_cast` in torch/csrc, autocast_mode.cpp). Nothing here computes a gradient.
+    for parameter in frozen:
+        parameter.requires_grad_(parameter.is_floating_point())
+    try:
+        return sample(model, prompts, uniforms, eos_ids, temperature)
+    except CannotCapture as error:
+        switch_off(model, error)
+    finally:
+        model.train()
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    return script.own_generate(model, prompts, uniforms, eos_ids, temperature)
+
+
+@torch.no_grad()
+def sample(model, prompts, uniforms, eos_ids, temperature):
+    """The script's `generate`. Rows leave when they are half of the batch, because a new batch needs a new graph."""
     prompts = [torch.tensor(ids, device=uniforms.device) for ids in prompts]
     inputs = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
     inputs, owners = torch.unique_consecutive(inputs, return_inverse=True, dim=0)  # (N,P), (B,)
@@ -51,12 +74,6 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     eos = slots.new_tensor(eos_ids)
     width = inputs.shape[1] + uniforms.shape[1]
     cache = RolloutCache(model.config, width)
-    model.eval()
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    # Autocast keeps its copies of weights only if they require gradients, so with LoRA it would cast a tied head in
-    # every step (`cached_cast` in torch/csrc, autocast_mode.cpp). Nothing here computes a gradient.
-    for parameter in frozen:
-        parameter.requires_grad_(parameter.is_floating_point())
     steps = decode(model, cache, inputs.clamp(min=0), attention_mask, positions)
     for t in script.tqdm(range(uniforms.shape[1]), "sampling", leave=False, disable=not sys.stderr.isatty()):
         logits = next(steps)
@@ -80,9 +97,6 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
             steps = decode(model, cache, inputs, attention_mask, positions)
         inputs.copy_(tokens[slots, t][:, None])
         positions += 1
-    model.train()
-    for parameter in frozen:
-        parameter.requires_grad_(False)
     return script.cut_responses(tokens, logprobs, eos_ids)
 
 
@@ -106,10 +120,10 @@ def decode(model, cache, inputs, attention_mask, positions):
         except RuntimeError as error:
             # torch leaves its stream for captures only if the capture ends well (torch/cuda/cuda_graphs.py, __exit__).
             torch.cuda.set_stream(torch.cuda.default_stream())
-            switch_off(model, error.__context__ or error)  # the error of leaving hides the one that counts
-    while capturing:
-        graph.replay()
-        yield logits
+            raise CannotCapture(error.__context__ or error) from None  # the error of leaving hides the one that counts
+        while True:
+            graph.replay()
+            yield logits
     while True:
         yield forward()
 
