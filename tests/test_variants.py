@@ -22,6 +22,9 @@ TOY = f"""{TOY_REWARD}
 def binary(prompts, responses, answers):
     return [float(bool(r) and r[0] < "5") for r in responses]
 
+def half(responses):  # in groups of four, every other one is mixed
+    return [float(i % 8 == 1) for i in range(len(responses))]
+
 def letters(prompts, responses, answers):
     return {{"early": [sum(c < "m" for c in r) / 9 for r in responses], "size": [len(r) / 99 for r in responses]}}
 
@@ -203,11 +206,13 @@ BY_TWO = [
     ("replay", 2e-3, {"reward": "binary"}),
     ("multi_reward", 2e-3, {"eval_rows": 1, "eval_every": 1}),
     ("pass_at_k", 1e-5, {"eval_rows": 1, "eval_samples": 3}),
+    ("stale", 1e-5, {"staleness": 1}),
     ("environment", 2e-3, {"eval_rows": 5}),
     ("cov", 1e-5, {"cov_share": 0.1}),
     ("entropy_tokens", 1e-5, {}),
     ("icepop", 1e-5, {}),
     ("mask_truncated", 1e-5, {"entropy_coef": 0.05, "batch_size": 8, "minibatch_size": 16}),
+    ("mixed_groups", 1e-5, {"reward": "binary", "batch_size": 8, "group_size": 2, "minibatch_size": 4}),  # or none
     ("self_distill", 1e-5, {"reward": "binary", "distill_weight": 0.7}),
     ("shared_critic", 2e-3, {"lora_rank": 4}),
     ("gmpo", 1e-5, {}),
