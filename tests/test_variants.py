@@ -221,7 +221,7 @@ BY_TWO = [
     ("muon", 1e-4, {}),
     ("vine", 1e-5, {"vine_step": "[a-m]"}),
 ]
-SHARDED = "dapo", "target_kl", "pass_at_k", "entropy_tokens", "mask_truncated", "muon", "vine"
+SHARDED = "dapo", "target_kl", "pass_at_k", "stale", "entropy_tokens", "mask_truncated", "muon", "vine"
 
 
 CASES = [(*case, "replicated") for case in BY_TWO] + [(*case, "sharded") for case in BY_TWO if case[0] in SHARDED]
@@ -239,7 +239,7 @@ def test_two_processes_log_the_same_numbers_as_one(name, rel, flags, kind, train
         assert read_rows(path) == read_rows(tmp_path / f"{name}_by_two" / "completions" / path.name)
 
 
-@pytest.mark.parametrize("name", ["dppo", "bypass", "top_p", "one_step_off", "icepop"])
+@pytest.mark.parametrize("name", ["dppo", "bypass", "top_p", "one_step_off", "stale", "icepop"])
 def test_a_sampler_that_disagrees_is_refused(name, variant, train, monkeypatch, spy):
     """Before the first step, also where a variant takes the sampler's log-probs for the old ones."""
     told_otherwise(variant(name), monkeypatch, [0.02] * 12)
