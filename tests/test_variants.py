@@ -1,8 +1,12 @@
 """Variants: every patch applies as it stands, is linted, and trains on two ranks. Their effects: test_variants_*.py."""
 
+import json
 import re
 import sys
+import threading
+import time
 from dataclasses import fields
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
 import pytest
@@ -272,6 +276,43 @@ def test_judge_sums_the_log_probs_of_yes_after_the_rubric(folder, monkeypatch):
         asked = tokenizer(f"{text} {{}} {{0}}?")["input_ids"]
         logprobs = model(torch.tensor([asked + yes])).logits[0, len(asked) - 1 : -1].log_softmax(-1)
         assert score == pytest.approx(logprobs[range(len(yes)), yes].sum().item(), abs=1e-4)
+
+
+def test_rank_prefers_short_right_answers_of_a_group():
+    texts = ["#### 5", "so #### 5", "well so #### 5", "#### 6", "#### 5", "#### 6", "so #### 7"]
+    prompts = ["a"] * 4 + ["b"] * 3
+    rank = load_script(FILES / "rank.py").rank
+    found = rank(prompts, texts, ["5"] * 4 + ["6"] * 3, tokens=texts)
+    assert found == {"right": [1, 1, 1, 0, 0, 1, 0], "behind": [0, -0.25, -0.5, 0, 0, 0, 0]}
+    assert rank(["a"], ["#### 5"], ["5"], tokens=["long"]) == {"right": [1], "behind": [0]}
+
+
+def test_http_judge_grades_or_says_why_not(monkeypatch, capsys):
+    """By a server that knows some answers, says junk, is too slow, and then is down."""
+    says = {"one": "7", "two": " Grade: 10\n", "junk": "7 or 8", "none": None}
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self):
+            (message,) = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
+            time.sleep(1.5 if message["content"] == "slow {}" else 0)
+            self.send_response(200)
+            self.end_headers()
+            reply = {"choices": [{"message": {"content": says.get(message["content"], "11")}}]}
+            self.wfile.write(json.dumps(reply).encode())
+
+    server = ThreadingHTTPServer(("localhost", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    values = {"URL": f"http://localhost:{server.server_port}/v1", "RUBRIC": "{response}", "SECONDS": "1", "TRIES": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"JUDGE_{name}", value)
+    judge = load_script(FILES / "http_judge.py").http_judge
+    found = judge("aaabbc", ["one", "two", "junk", "one", "none", "slow {}"], "123456")
+    assert found == pytest.approx([0.7, 1, 0.85, 0.7, 0.7, 0.8])
+    assert "graded 3 of 6 responses; instead of a grade: 'TimeoutError: timed out'" in capsys.readouterr().err
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(RuntimeError, match=r"graded 0 of 40 .*Connection refused"):
+        judge("a" * 40, ["one"] * 40, "a" * 40)
 
 
 def test_length_control_takes_up_to_half_a_point_for_the_distance(monkeypatch):

@@ -502,7 +502,7 @@ def test_mixed_groups_has_the_gradient_of_those_groups_alone(variant, train, spy
     mixed = [steps[place] for place in range(4) if order[place] in (0, 2)]
     for one, two, a, b, both in zip(*mixed, *steps[4:], strict=True):
         assert torch.equal(one, a) and torch.equal(two, b) and torch.allclose((one + two) / 2, both, atol=1e-6)
-    assert "actor/loss" not in train("mixed_groups", **flags | {"reward": "gsm8k"})[1] and len(steps) == 7  # none differs
+    assert "actor/loss" not in train("mixed_groups", **flags | {"reward": "gsm8k"})[1] and len(steps) == 7  # all agree
 
 
 def test_mask_truncated_trains_on_finished_responses_only(variant, train, spy):
