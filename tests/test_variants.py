@@ -1,8 +1,12 @@
 """Variants: every patch applies as it stands, is linted, and trains on two ranks. Their effects: test_variants_*.py."""
 
+import json
 import re
 import sys
+import threading
+import time
 from dataclasses import fields
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
 import pytest
@@ -21,6 +25,9 @@ SOME_END = {"temperature": 5.0, "max_response_length": 32}  # about half of the 
 TOY = f"""{TOY_REWARD}
 def binary(prompts, responses, answers):
     return [float(bool(r) and r[0] < "5") for r in responses]
+
+def half(responses):  # in groups of four, every other one is mixed
+    return [float(i % 8 == 1) for i in range(len(responses))]
 
 def letters(prompts, responses, answers):
     return {{"early": [sum(c < "m" for c in r) / 9 for r in responses], "size": [len(r) / 99 for r in responses]}}
@@ -203,11 +210,13 @@ BY_TWO = [
     ("replay", 2e-3, {"reward": "binary"}),
     ("multi_reward", 2e-3, {"eval_rows": 1, "eval_every": 1}),
     ("pass_at_k", 1e-5, {"eval_rows": 1, "eval_samples": 3}),
+    ("stale", 1e-5, {"staleness": 1}),
     ("environment", 2e-3, {"eval_rows": 5}),
     ("cov", 1e-5, {"cov_share": 0.1}),
     ("entropy_tokens", 1e-5, {}),
     ("icepop", 1e-5, {}),
     ("mask_truncated", 1e-5, {"entropy_coef": 0.05, "batch_size": 8, "minibatch_size": 16}),
+    ("mixed_groups", 1e-5, {"reward": "binary", "batch_size": 8, "group_size": 2, "minibatch_size": 4}),  # or none
     ("self_distill", 1e-5, {"reward": "binary", "distill_weight": 0.7}),
     ("shared_critic", 2e-3, {"lora_rank": 4}),
     ("gmpo", 1e-5, {}),
@@ -216,7 +225,7 @@ BY_TWO = [
     ("muon", 1e-4, {}),
     ("vine", 1e-5, {"vine_step": "[a-m]"}),
 ]
-SHARDED = "dapo", "target_kl", "pass_at_k", "entropy_tokens", "mask_truncated", "muon", "vine"
+SHARDED = "dapo", "target_kl", "pass_at_k", "stale", "entropy_tokens", "mask_truncated", "muon", "vine"
 
 
 CASES = [(*case, "replicated") for case in BY_TWO] + [(*case, "sharded") for case in BY_TWO if case[0] in SHARDED]
@@ -234,7 +243,7 @@ def test_two_processes_log_the_same_numbers_as_one(name, rel, flags, kind, train
         assert read_rows(path) == read_rows(tmp_path / f"{name}_by_two" / "completions" / path.name)
 
 
-@pytest.mark.parametrize("name", ["dppo", "bypass", "top_p", "one_step_off", "icepop"])
+@pytest.mark.parametrize("name", ["dppo", "bypass", "top_p", "one_step_off", "stale", "icepop"])
 def test_a_sampler_that_disagrees_is_refused(name, variant, train, monkeypatch, spy):
     """Before the first step, also where a variant takes the sampler's log-probs for the old ones."""
     told_otherwise(variant(name), monkeypatch, [0.02] * 12)
@@ -267,6 +276,43 @@ def test_judge_sums_the_log_probs_of_yes_after_the_rubric(folder, monkeypatch):
         asked = tokenizer(f"{text} {{}} {{0}}?")["input_ids"]
         logprobs = model(torch.tensor([asked + yes])).logits[0, len(asked) - 1 : -1].log_softmax(-1)
         assert score == pytest.approx(logprobs[range(len(yes)), yes].sum().item(), abs=1e-4)
+
+
+def test_rank_prefers_short_right_answers_of_a_group():
+    texts = ["#### 5", "so #### 5", "well so #### 5", "#### 6", "#### 5", "#### 6", "so #### 7"]
+    prompts = ["a"] * 4 + ["b"] * 3
+    rank = load_script(FILES / "rank.py").rank
+    found = rank(prompts, texts, ["5"] * 4 + ["6"] * 3, tokens=texts)
+    assert found == {"right": [1, 1, 1, 0, 0, 1, 0], "behind": [0, -0.25, -0.5, 0, 0, 0, 0]}
+    assert rank(["a"], ["#### 5"], ["5"], tokens=["long"]) == {"right": [1], "behind": [0]}
+
+
+def test_http_judge_grades_or_says_why_not(monkeypatch, capsys):
+    """By a server that knows some answers, says junk, is too slow, and then is down."""
+    says = {"one": "7", "two": " Grade: 10\n", "junk": "7 or 8", "none": None}
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self):
+            (message,) = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
+            time.sleep(1.5 if message["content"] == "slow {}" else 0)
+            self.send_response(200)
+            self.end_headers()
+            reply = {"choices": [{"message": {"content": says.get(message["content"], "11")}}]}
+            self.wfile.write(json.dumps(reply).encode())
+
+    server = ThreadingHTTPServer(("localhost", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    values = {"URL": f"http://localhost:{server.server_port}/v1", "RUBRIC": "{response}", "SECONDS": "1", "TRIES": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"JUDGE_{name}", value)
+    judge = load_script(FILES / "http_judge.py").http_judge
+    found = judge("aaabbc", ["one", "two", "junk", "one", "none", "slow {}"], "123456")
+    assert found == pytest.approx([0.7, 1, 0.85, 0.7, 0.7, 0.8])
+    assert "graded 3 of 6 responses; instead of a grade: 'TimeoutError: timed out'" in capsys.readouterr().err
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(RuntimeError, match=r"graded 0 of 40 .*Connection refused"):
+        judge("a" * 40, ["one"] * 40, "a" * 40)
 
 
 def test_length_control_takes_up_to_half_a_point_for_the_distance(monkeypatch):

@@ -473,6 +473,20 @@ def test_replay_asks_again_what_nobody_answered(train, variant, spy):
     assert max(m["group/failed"] for m in whole[1:-1]) > 4
 
 
+def test_mixed_groups_has_the_gradient_of_those_groups_alone(variant, train, spy):
+    """Of four groups the second and the last agree. grpo_llm.py takes a step for each; at a rate of 0 nothing moves."""
+    steps = spy(torch.nn.utils, "clip_grad_norm_", lambda weights, _: [p.grad.clone() for p in weights])
+    flags = {"reward": "half", "lr": 0.0, "entropy_coef": 0.1, "total_iterations": 1}
+    train("mixed_groups", on=ROOT / "grpo_llm.py", **flags, minibatch_size=4)
+    train("mixed_groups", **flags, minibatch_size=4)
+    train("mixed_groups", **flags, minibatch_size=16)
+    order = torch.rand(4, generator=variant("mixed_groups").random_stream("minibatches", 1, 1)).argsort().tolist()
+    mixed = [steps[place] for place in range(4) if order[place] in (0, 2)]
+    for one, two, a, b, both in zip(*mixed, *steps[4:], strict=True):
+        assert torch.equal(one, a) and torch.equal(two, b) and torch.allclose((one + two) / 2, both, atol=1e-6)
+    assert "actor/loss" not in train("mixed_groups", **flags | {"reward": "gsm8k"})[1] and len(steps) == 7  # all agree
+
+
 def test_mask_truncated_trains_on_finished_responses_only(variant, train, spy):
     """The others are in no denominator; the scores of all are in the mean and std of a group."""
     algo = variant("mask_truncated")

@@ -216,6 +216,27 @@ def test_one_step_off_resumes_with_the_older_weights(train):
     assert whole[3]["rollout/weight_mean"] != 1
 
 
+def test_stale_weighs_each_batch_for_the_policy_that_sampled_it(variant, train, spy):
+    """Two iterations earlier. Without staleness it's GRPO, bit for bit."""
+    algo, flags = variant("stale"), {"kl_loss_coef": 0.0, "lr": 5e-3, "is_cap": 1.1, "total_iterations": 4}
+    now, grpo = untimed(train("stale", **flags, staleness=0)), untimed(train("stale", on=script_of("stale"), **flags))
+    assert [{name: m[name] for name in plain} for m, plain in zip(now, grpo, strict=True)] == grpo
+    passes, plain, used = (spy(algo, name) for name in ("forward_all", "group_advantages", "policy_loss"))
+    metrics = train("stale", **flags, staleness=2)
+    whole = [advantages for (new, _, advantages, *_), _ in used if new.dim() == 3]  # the calls for the log
+    sampled, old = passes[:3] + passes[4::2], passes[3::2]  # the first iteration samples three batches
+    for i, ((_, before), ((*_, mask), after)) in enumerate(zip(sampled, old)):
+        weights = (after - before).exp()
+        weights = torch.where(weights <= 1.1, weights, 0)
+        assert torch.allclose(whole[i], torch.where(mask, plain[i][1][:, None] * weights, 0), atol=1e-6)
+        assert metrics[i + 1]["rollout/weight_mean"] == pytest.approx(weights[mask].mean().item(), abs=1e-5)
+        assert (weights[mask] == 1).all() == (i == 0) and (weights[mask] == 0).any() == (i > 0)
+
+
+def test_stale_resumes_with_its_queue(train):
+    resumed(train, "stale", 2, total_iterations=4, save_every=2, lora_rank=4)
+
+
 def test_bypass_takes_the_samplers_log_probs_or_weighs_the_losses(variant, train, monkeypatch, spy):
     """Half of the tokens are claimed to be less likely by 0.004."""
     algo = variant("bypass")
@@ -223,7 +244,8 @@ def test_bypass_takes_the_samplers_log_probs_or_weighs_the_losses(variant, train
     flags = {"total_iterations": 1, "temperature": 0.9, "kl_reward_coef": 0.0}
     corrected = {"old_logprobs": "corrected"}
     cases = ({}, 1), (corrected, math.exp(0.004)), (corrected | {"is_level": "sequence"}, math.exp(0.048))
-    cases += ((corrected | {"is_cap": 1.0}, 1),)
+    cases += ((corrected | {"is_cap": 1.0}, 1), (corrected | {"is_cap": 1.002, "is_mode": "mask"}, 0))
+    cases += ((corrected | {"is_cap": 1.04, "is_mode": "mask", "is_level": "sequence"}, 0),)
     rollout, token, *_ = found = [train("bypass", **flags | own)[1] for own, _ in cases]
     for m, (_, weight) in zip(found, cases):
         assert m["rollout/weight_mean"] == pytest.approx((1 + weight) / 2, rel=1e-5)
