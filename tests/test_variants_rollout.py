@@ -337,6 +337,25 @@ def test_shared_prompt_gives_the_same_gradients(variant, folder):
     assert "needs full attention in every layer" in refusal(lambda: algo.Policy(window, 1.0))
 
 
+def test_fp32_head_narrows_the_gap_of_bfloat16(variant, train, spy):
+    """With the bundled model, whose head is tied. With LoRA, an untied one isn't cast like other frozen layers."""
+    kinds = spy(variant("fp32_head").Float32Head, "forward", lambda head, _: head.weight.dtype)
+    train("fp32_head", dtype="bfloat16", lora_rank=4, total_iterations=1)
+    assert {*kinds} == {torch.float32}
+    tiny, gaps = ROOT / "benchmarks" / "tiny", []
+    questions = [row["question"] for row in read_rows(tiny / "test.jsonl")[:64]]
+    ids = AutoTokenizer.from_pretrained(tiny / "model")(questions)["input_ids"]
+    uniforms = torch.rand(64, 12, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    for algo in load_script(ROOT / "grpo_llm.py"), variant("fp32_head"):
+        model = algo.load_model(tiny / "model", AutoModelForCausalLM)
+        with torch.autocast("cpu", torch.bfloat16):
+            responses = algo.generate(model, ids, uniforms, [1], 1.0)
+            tokens, mask, said, _ = algo.to_batch([{"input_ids": prompt} for prompt in ids], responses, "cpu")
+            logprobs, _ = algo.Policy(model, 1.0)(tokens, mask)
+        gaps.append((logprobs - said)[mask].square().mean())
+    assert 0 < gaps[1] < gaps[0] / 4
+
+
 def test_fp16_has_the_gradients_of_float32(train):
     half, whole, bfloat = (train("fp16", dtype=x, total_iterations=1)[1] for x in ("float16", "float32", "bfloat16"))
     assert whole["actor/grad_norm"] != half["actor/grad_norm"] == pytest.approx(whole["actor/grad_norm"], rel=0.05)
