@@ -208,6 +208,7 @@ BY_TWO = [
     ("entropy_tokens", 1e-5, {}),
     ("icepop", 1e-5, {}),
     ("mask_truncated", 1e-5, {"entropy_coef": 0.05, "batch_size": 8, "minibatch_size": 16}),
+    ("top_p", 1e-4, {"top_p": 0.7, "entropy_coef": 0.01}),
     ("distill", 1e-5, {"kl_reward_coef": 0.0, "kl_loss_coef": 9.0, "kl_loss_kind": "full", "entropy_coef": 0.05}),
     ("self_distill", 1e-5, {"reward": "binary", "distill_weight": 0.7}),
     ("shared_critic", 2e-3, {"lora_rank": 4}),
@@ -217,7 +218,7 @@ BY_TWO = [
     ("muon", 1e-4, {}),
     ("vine", 1e-5, {"vine_step": "[a-m]"}),
 ]
-SHARDED = "dapo", "distill", "target_kl", "pass_at_k", "entropy_tokens", "mask_truncated", "muon", "vine"
+SHARDED = "dapo", "distill", "top_p", "target_kl", "pass_at_k", "entropy_tokens", "mask_truncated", "muon", "vine"
 
 
 CASES = [(*case, "replicated") for case in BY_TWO] + [(*case, "sharded") for case in BY_TWO if case[0] in SHARDED]
