@@ -217,6 +217,8 @@ BY_TWO = [
     ("icepop", 1e-5, {}),
     ("mask_truncated", 1e-5, {"entropy_coef": 0.05, "batch_size": 8, "minibatch_size": 16}),
     ("mixed_groups", 1e-5, {"reward": "binary", "batch_size": 8, "group_size": 2, "minibatch_size": 4}),  # or none
+    ("top_p", 1e-4, {"top_p": 0.7, "entropy_coef": 0.01}),
+    ("distill", 1e-5, {"kl_reward_coef": 0.0, "kl_loss_coef": 9.0, "kl_loss_kind": "full", "entropy_coef": 0.05}),
     ("self_distill", 1e-5, {"reward": "binary", "distill_weight": 0.7}),
     ("shared_critic", 2e-3, {"lora_rank": 4}),
     ("gmpo", 1e-5, {}),
@@ -225,7 +227,7 @@ BY_TWO = [
     ("muon", 1e-4, {}),
     ("vine", 1e-5, {"vine_step": "[a-m]"}),
 ]
-SHARDED = "dapo", "target_kl", "pass_at_k", "stale", "entropy_tokens", "mask_truncated", "muon", "vine"
+SHARDED = "dapo distill top_p target_kl pass_at_k stale entropy_tokens mask_truncated muon vine".split()
 
 
 CASES = [(*case, "replicated") for case in BY_TWO] + [(*case, "sharded") for case in BY_TWO if case[0] in SHARDED]

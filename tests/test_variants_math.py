@@ -10,7 +10,7 @@ import torch
 from conftest import make_model
 from ranks import load_script
 from test_variants import ROOT, SOME_END, folder, losses_of, resumed, told_otherwise, train, variant  # noqa: F401
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig
 
 # ruff: noqa: F811 (fixtures)
 
@@ -420,6 +420,24 @@ def test_distill_rewards_each_token_with_the_teachers_surprise(variant, train, f
     (_, _, advantages, *_), _ = used[0]
     assert {*advantages.flatten().tolist()} <= {*(-kl).flatten().tolist()}
     assert metrics[-1]["kl/mean"] < 0.8 * metrics[1]["kl/mean"]  # it learns from its own samples
+
+
+def test_distill_has_the_exact_gradient_of_the_kl_over_all_tokens(variant, folder):
+    """In chunks of three actions, as whole logits have it; the teacher is wider and scales its logits."""
+    models = [AutoModelForCausalLM.from_pretrained(folder / "model")]
+    size = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    size |= {"vocab_size": models[0].config.vocab_size, "logits_scaling": 0.2}
+    models.append(AutoModelForCausalLM.from_config(GraniteConfig(**size)))
+    models[1].requires_grad_(False)
+    student, teacher = (variant("distill").Policy(model, 0.7) for model in models)
+    student.chunk_elements = 3 * size["vocab_size"]
+    tokens, mask, weights = torch.randint(3, 40, (5, 9)), torch.rand(5, 9) < 0.6, torch.rand(5, 9)
+    _, _, kl = student(tokens, mask, teacher, teacher(tokens, mask, only_hidden=True))
+    logp, logq = ((model(tokens).logits / 0.7).log_softmax(-1) for model in models)
+    whole = torch.where(mask, (logp.exp() * (logp - logq)).sum(-1), 0)
+    found = [torch.autograd.grad((weights * x).sum(), [*models[0].parameters()]) for x in (kl, whole)]
+    assert torch.allclose(kl, whole, atol=1e-5) and kl.max() > 0.1
+    assert all((a - b).abs().max() <= 1e-6 * max(1, b.abs().max()) for a, b in zip(*found, strict=True))
 
 
 def test_self_distill_rates_tokens_after_another_right_answer(variant, train, folder, spy):
