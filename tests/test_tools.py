@@ -79,7 +79,7 @@ def test_the_list_has_each_once_by_what_it_changes_and_fits_a_screen(call):
     assert sorted(listed) == sorted({*variants.names(), *files})
     assert [line[:-1] for line in lines if not line.startswith("  ")] == [*variants.GROUPS, "yours"]
     assert lines[-1].split()[:2] == ["mine", "ppo"] and "mine" not in variants.names()
-    assert len(lines) <= 60 and max(map(len, lines)) <= 120
+    assert len(lines) <= 64 and max(map(len, lines)) <= 120
 
 
 def test_variants_stack_and_conflicts_are_named(call):

@@ -227,7 +227,18 @@ BY_TWO = [
     ("muon", 1e-4, {}),
     ("vine", 1e-5, {"vine_step": "[a-m]"}),
 ]
-SHARDED = "dapo distill top_p target_kl pass_at_k stale entropy_tokens mask_truncated muon vine".split()
+SHARDED = [
+    "dapo",
+    "distill",
+    "top_p",
+    "target_kl",
+    "pass_at_k",
+    "stale",
+    "entropy_tokens",
+    "mask_truncated",
+    "muon",
+    "vine",
+]
 
 
 CASES = [(*case, "replicated") for case in BY_TWO] + [(*case, "sharded") for case in BY_TWO if case[0] in SHARDED]

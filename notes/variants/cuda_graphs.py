@@ -118,7 +118,7 @@ def decode(model, cache, inputs, attention_mask, positions):
             with torch.cuda.graph(graph):
                 logits = forward()  # records, and runs nothing
         except RuntimeError as error:
-            # torch leaves its stream for captures only if the capture ends well (torch/cuda/cuda_graphs.py, __exit__).
+            # torch leaves its stream for captures only if the capture ends well (torch/cuda/graphs.py, __exit__).
             torch.cuda.set_stream(torch.cuda.default_stream())
             raise CannotCapture(error.__context__ or error) from None  # the error of leaving hides the one that counts
         while True:
