@@ -21,9 +21,8 @@ parameters was pretrained for half a minute on games in which three guesses of t
 and wins four games of ten. Three guesses that halve what is left win all of them (for environment.patch).
 
 `lengths`: the bundled task, and its model after a minute of pretraining on worked answers that say their last step one
-to five times, so there are right answers of many lengths (for length_control.py). Two rewards of it are functions of
-this file: right, and near 80 characters, by their names (`right_and_near`, for multi_reward.patch) or summed
-(`right_plus_near`).
+to five times, so there are right answers of many lengths. Two rewards of it are functions of this file: right, and near
+80 characters, by their names (`right_and_near`, for multi_reward.patch) or summed (`right_plus_near`).
 
 `hard`: the bundled task, and its model after a minute of pretraining in which 2% of the answers are worked and a
 quarter hasty (not a third and a sixth): of groups of eight six in seven have no worked answer to learn from.

@@ -57,21 +57,6 @@ def test_five_tabs_and_chapters_before_variants_and_results_in_the_search(site):
     assert 'href="#docstring-imports-flags">To the top' in pages["grpo_llm.html"]
 
 
-def test_the_address_of_the_repository_has_one_setting():
-    from mkdocs.config import load_config
-
-    settings = (ROOT / "mkdocs.yml").read_text()
-    address = re.search(r"(?m)^repo_url: (\S+)", settings)[1]
-    for wanted in address, "https://github.com/somebody/something":
-        config = load_config(str(ROOT / "mkdocs.yml"), repo_url=wanted)
-        config = config.plugins.run_event("config", config)
-        assert (config.repo_url, config.edit_uri) == ((None, None) if "/OWNER/" in wanted else (wanted, "edit/main/"))
-    cloned = re.findall(r"git clone (\S+?)(?:\.git)?\s", (ROOT / "README.md").read_text())
-    assert set(cloned) <= {address}
-    workflow = (ROOT / ".github" / "workflows" / "pages.yml").read_text()
-    assert "python notes/build.py\n" in workflow and "path: site\n" in workflow and "OWNER/clean-llm-rl" in workflow
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_is_whole_and_has_the_notes_of_its_tags(site, name):

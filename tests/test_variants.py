@@ -328,13 +328,6 @@ def test_http_judge_grades_or_says_why_not(monkeypatch, capsys):
         judge("a" * 40, ["one"] * 40, "a" * 40)
 
 
-def test_length_control_takes_up_to_half_a_point_for_the_distance(monkeypatch):
-    monkeypatch.setenv("LENGTH_TARGET", "10")
-    responses = ["#### 5" + " " * 4, "#### 5", "#### 4" + " " * 4, "#### 5" + " " * 94]
-    scores = load_script(FILES / "length_control.py").length_control(responses, ["5"] * 4)
-    assert scores == pytest.approx([1, 0.8, 0, 0.5])
-
-
 CHAT = "{% for m in messages %}{{ m.role[0] }}#{{ m.content }}\n{% endfor %}"
 
 

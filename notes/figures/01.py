@@ -9,29 +9,7 @@ import json
 import torch
 from style import RESULTS, ROOT, arrow, box, draw_seeds, plt, save
 
-from ppo_llm import (
-    EMBEDDED,
-    Args,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Critic,
-    Policy,
-    aggregate,
-    collect_eos_ids,
-    draw_prompts,
-    gae,
-    generate,
-    gsm8k,
-    kl_penalty,
-    load_critic,
-    load_model,
-    masked_whiten,
-    place_scores,
-    policy_loss,
-    random_stream,
-    to_batch,
-    value_loss,
-)
+import ppo_llm
 
 TINY = ROOT / "benchmarks" / "tiny"
 RED, BLUE, BLACK = {"color": "#d62728"}, {"color": "#1f77b4", "ls": "--"}, {"color": "black", "ls": ":"}
@@ -133,41 +111,43 @@ def traced():
     one sixteen. Before these the policy answers the prompts of `SHOWN` fifteen more times: {row: (texts, scores)}.
     """
     folder = str(TINY / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    policy, reference = (Policy(load_model(folder, AutoModelForCausalLM), 1.0) for _ in range(2))
-    critic = Critic(load_critic(folder, lora_rank=0))
-    eos_ids, args = collect_eos_ids(policy.model, tokenizer), Args(model="")
+    tokenizer = ppo_llm.AutoTokenizer.from_pretrained(folder)
+    policy, reference = (
+        ppo_llm.Policy(ppo_llm.load_model(folder, ppo_llm.AutoModelForCausalLM), 1.0) for _ in range(2)
+    )
+    critic = ppo_llm.Critic(ppo_llm.load_critic(folder, lora_rank=0))
+    eos_ids, args = ppo_llm.collect_eos_ids(policy.model, tokenizer), ppo_llm.Args(model="")
     data = [json.loads(line) for line in (TINY / "train.jsonl").read_text().splitlines()]
     data = [row | {"input_ids": tokenizer(row["question"])["input_ids"]} for row in data]
-    actor_step = torch.optim.AdamW(policy.parameters(), lr=EMBEDDED["lr"], weight_decay=0.0)
-    critic_step = torch.optim.AdamW(critic.parameters(), lr=EMBEDDED["critic_lr"], weight_decay=0.0)
+    actor_step = torch.optim.AdamW(policy.parameters(), lr=ppo_llm.EMBEDDED["lr"], weight_decay=0.0)
+    critic_step = torch.optim.AdamW(critic.parameters(), lr=ppo_llm.EMBEDDED["critic_lr"], weight_decay=0.0)
     for iteration in range(1, 5):
-        rows = draw_prompts(data, 32 * (iteration - 1), 32, seed=1)
-        noise = torch.rand(32, 40, generator=random_stream("rollout", 1, iteration), dtype=torch.float64)
-        responses = generate(policy.model, [row["input_ids"] for row in rows], noise, eos_ids, 1.0)
-        tokens, mask, _, _ = to_batch(rows, responses, "cpu")
+        rows = ppo_llm.draw_prompts(data, 32 * (iteration - 1), 32, seed=1)
+        noise = torch.rand(32, 40, generator=ppo_llm.random_stream("rollout", 1, iteration), dtype=torch.float64)
+        responses = ppo_llm.generate(policy.model, [row["input_ids"] for row in rows], noise, eos_ids, 1.0)
+        tokens, mask, _, _ = ppo_llm.to_batch(rows, responses, "cpu")
         texts = tokenizer.batch_decode([response.ids for response in responses], skip_special_tokens=True)
-        scores = torch.tensor(gsm8k(texts, [row["answer"] for row in rows]))
+        scores = torch.tensor(ppo_llm.gsm8k(texts, [row["answer"] for row in rows]))
         with torch.no_grad():
             old, ref, values = policy(tokens, mask)[0], reference(tokens, mask)[0], critic(tokens, mask)
-        rewards = place_scores(scores, mask) - 0.001 * kl_penalty(old, ref, "k1")
-        advantages, returns = gae(rewards, values, mask, gamma=1.0, lam=0.95)
-        whitened, ratios, groups = masked_whiten(advantages, mask), [], {}
+        rewards = ppo_llm.place_scores(scores, mask) - 0.001 * ppo_llm.kl_penalty(old, ref, "k1")
+        advantages, returns = ppo_llm.gae(rewards, values, mask, gamma=1.0, lam=0.95)
+        whitened, ratios, groups = ppo_llm.masked_whiten(advantages, mask), [], {}
         for i in SHOWN if iteration == 4 else ():
-            noise = torch.rand(15, 40, generator=random_stream("group", i), dtype=torch.float64)
-            others = generate(policy.model, [rows[i]["input_ids"]] * 15, noise, eos_ids, 1.0)
+            noise = torch.rand(15, 40, generator=ppo_llm.random_stream("group", i), dtype=torch.float64)
+            others = ppo_llm.generate(policy.model, [rows[i]["input_ids"]] * 15, noise, eos_ids, 1.0)
             texts = tokenizer.batch_decode([other.ids for other in others], skip_special_tokens=True)
-            groups[i] = texts, gsm8k(texts, [rows[i]["answer"]] * 15)
+            groups[i] = texts, ppo_llm.gsm8k(texts, [rows[i]["answer"]] * 15)
         for _ in range(16 if iteration == 4 else 4):
-            actor_losses, _ = policy_loss(policy(tokens, mask)[0], old, whitened, mask, args)
-            critic_losses = value_loss(critic(tokens, mask), returns)
+            actor_losses, _ = ppo_llm.policy_loss(policy(tokens, mask)[0], old, whitened, mask, args)
+            critic_losses = ppo_llm.value_loss(critic(tokens, mask), returns)
             for model, step, losses in (policy, actor_step, actor_losses), (critic, critic_step, critic_losses):
-                aggregate(losses, mask, "token-mean", int(mask.sum()), len(rows), 40).backward()
+                ppo_llm.aggregate(losses, mask, "token-mean", int(mask.sum()), len(rows), 40).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 step.step()
                 step.zero_grad()
             ratios.append((policy(tokens, mask)[0] - old).exp().detach())
-    deltas, _ = gae(rewards, values, mask, gamma=1.0, lam=0.0)
+    deltas, _ = ppo_llm.gae(rewards, values, mask, gamma=1.0, lam=0.0)
     columns = {"log-prob": old, "reference": ref, "reward": rewards, "$V$": values, r"$\delta$": deltas}
     columns |= {"$A$": advantages, "whitened": whitened}
     columns |= {f"ratio after step {k}": x for k, x in enumerate(ratios, 1)}
@@ -213,25 +193,25 @@ def token_table(row=5):
 
 def credit():
     """True values of the bundled model, by 300 continuations from every beginning, and what follows from them."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
-    model = load_model(str(TINY / "model"), AutoModelForCausalLM)
-    eos_ids = collect_eos_ids(model, tokenizer)
+    tokenizer = ppo_llm.AutoTokenizer.from_pretrained(TINY / "model")
+    model = ppo_llm.load_model(str(TINY / "model"), ppo_llm.AutoModelForCausalLM)
+    eos_ids = ppo_llm.collect_eos_ids(model, tokenizer)
     row = json.loads((TINY / "train.jsonl").read_text().splitlines()[2])
     prompt = tokenizer(row["question"])["input_ids"]
     figure, panels = plt.subplots(2, 2, figsize=(9.4, 4.6), sharex="col", width_ratios=(28, 17))
     for column, text in enumerate((" First 2*35=70, then 70+19=89.\n#### 89", " First 2*35=70.\n#### 35")):
         response = tokenizer(text)["input_ids"] + eos_ids[:1]
-        score, values, places = gsm8k([text], [row["answer"]])[0], [], range(len(response))
+        score, values, places = ppo_llm.gsm8k([text], [row["answer"]])[0], [], range(len(response))
         for t in places:
             noise = torch.rand(300, 40, generator=torch.Generator().manual_seed(t), dtype=torch.float64)
-            ends = generate(model, [prompt + response[:t]] * 300, noise, eos_ids, 1.0)
+            ends = ppo_llm.generate(model, [prompt + response[:t]] * 300, noise, eos_ids, 1.0)
             texts = [tokenizer.decode(response[:t] + end.ids, skip_special_tokens=True) for end in ends]
-            values.append(sum(gsm8k(texts, [row["answer"]] * 300)) / 300)
+            values.append(sum(ppo_llm.gsm8k(texts, [row["answer"]] * 300)) / 300)
         values, rewards = torch.tensor([values]), torch.zeros(1, len(response))
         rewards[0, -1] = score
         everything = torch.ones_like(values).bool()
-        smeared, _ = gae(rewards, values, everything, gamma=1.0, lam=0.95)
-        steps, _ = gae(rewards, values, everything, gamma=1.0, lam=0.0)
+        smeared, _ = ppo_llm.gae(rewards, values, everything, gamma=1.0, lam=0.95)
+        steps, _ = ppo_llm.gae(rewards, values, everything, gamma=1.0, lam=0.0)
         tokens = [x.replace("Ġ", "_").replace("Ċ", "\\n") for x in tokenizer.convert_ids_to_tokens(response[:-1])]
         above, below = panels[:, column]
         above.plot(places, values[0], "ko-", markersize=4)
@@ -253,7 +233,9 @@ def clip():
     figure, panels = plt.subplots(1, 2, figsize=(7.6, 2.7), sharex=True)
     ratio = torch.linspace(0.4, 1.8, 500)
     for axes, advantage, title in zip(panels, (1.0, -1.0), ("a good token (A = 1)", "a bad token (A = -1)")):
-        losses, _ = policy_loss(ratio.log(), torch.zeros(500), torch.full((500,), advantage), None, Args(model=""))
+        losses, _ = ppo_llm.policy_loss(
+            ratio.log(), torch.zeros(500), torch.full((500,), advantage), None, ppo_llm.Args(model="")
+        )
         axes.plot(ratio, -advantage * ratio, color="#888888", linewidth=1, ls=":", label="without the clip")
         axes.plot(ratio, losses, "k-", label="with it")
         flat, height = ((1.2, 1.8), -0.72) if advantage > 0 else ((0.4, 0.8), 1.4)
