@@ -195,7 +195,7 @@ def make(name, text, script):
     path = path_of(name)
     head = read_patch(name)[0] if path.exists() else HEAD.format(name=path.stem)
     path.write_text(head + difference(script, text))
-    print(f"{path}: of {script}, {size(name)}; to check the copy: python benchmarks/check_copy.py FILE")
+    print(f"{path}: of {script}, {size(name)}")
 
 
 def write_new(path, text):
@@ -342,6 +342,7 @@ def main():
         if text == (ROOT / script).read_text():
             parser.error(f"{args.file} is {script} as it stands")
         make(args.name, text, script)
+        print(f"does it compute the same on two processes? python benchmarks/check_copy.py {args.file}")
     else:
         apply(chosen, args.file or Path("_".join(Path(name).stem for name in chosen) + "_llm.py"), args.on)
 

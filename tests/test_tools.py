@@ -138,7 +138,8 @@ def test_rebase_writes_over_nothing_and_goes_on(call):
     call("make", "one.patch", changed("grpo_llm.py", anchor, f"    one = 1\n{anchor}"))
     commit_all()
     text = changed("grpo_llm.py", anchor, f"    two = 2\n{anchor}1 * ").read_text()
-    Path("grpo_llm.py").write_text(text.replace("(-20.0, 20.0).exp()  # [3.12]", "(-9.0, 9.0).exp()"))
+    ratio = re.search(r"(?m)^-(    ratio = .*)$", variants.read_patch("cispo")[2])[1]
+    Path("grpo_llm.py").write_text(text.replace(ratio, f"{ratio}, anew"))
     Path("conflicts").mkdir()
     for path in Path("gspo_llm.py"), Path("conflicts/gspo_llm.py"):
         path.write_text("mine")
