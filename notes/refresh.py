@@ -178,7 +178,7 @@ def definitions(source):
 
 
 def with_shared(old, texts):
-    """{script: text} with what one of them has changed since `old`, {script: its definitions}; and what is left to say."""
+    """{script: text} with what one has changed since `old`, {script: its definitions}; and what is left to say."""
     now = {script: definitions(text) for script, text in texts.items()}
     texts, said = dict(texts), []
     for name in dict.fromkeys(name for script in old for name in old[script]):
