@@ -321,7 +321,7 @@ def test_http_judge_grades_or_says_why_not(monkeypatch, capsys):
     judge = load_script(FILES / "http_judge.py").http_judge
     found = judge("aaabbc", ["one", "two", "junk", "one", "none", "slow {}"], "123456")
     assert found == pytest.approx([0.7, 1, 0.85, 0.7, 0.7, 0.8])
-    assert "graded 3 of 6 responses; instead of a grade: 'TimeoutError: timed out'" in capsys.readouterr().err
+    assert "graded 3 of 6 responses; instead of a grade: 'TimeoutError: timed out'" in capsys.readouterr().out
     server.shutdown()
     server.server_close()
     with pytest.raises(RuntimeError, match=r"graded 0 of 40 .*Connection refused"):

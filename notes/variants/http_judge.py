@@ -5,15 +5,13 @@ Group: the reward, as a file
         accelerate launch grpo_llm.py --reward notes/variants/http_judge.py:http_judge ...
 
 JUDGE_RUBRIC is a text with {prompt}, {response} and {answer} (other braces doubled), JUDGE_KEY the server's key,
-JUDGE_AT_ONCE how many requests each process has open (16), JUDGE_SECONDS how long the server may be silent (60),
-JUDGE_TRIES how often a failing request is made (3, after pauses of 1 s, 3 s, ...). The whole reply must be a grade, `7`
-or `Grade: 7`. A response without one gets the mean of its group, or else of the batch, and stderr counts them; if fewer
-than half have one, the run ends. A response can talk to its judge: see judge.py.
+JUDGE_AT_ONCE how many requests a process has open (16), JUDGE_SECONDS how long the server may be silent (60),
+JUDGE_TRIES how often a failing request is made (3, with pauses). A reply must be a grade, `7` or `Grade: 7`, and no
+more. A response without one gets the mean of its group, or of the batch; if fewer than half have one, the run ends.
 """
 
 import json
 import os
-import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +52,7 @@ def http_judge(prompts, responses, answers):
         told = f"http_judge: {url} graded {len(grades)} of {len(prompts)} responses; instead of a grade: {faults[-1]!r}"
         if len(grades) < len(prompts) / 2:
             raise RuntimeError(told)
-        print(told, file=sys.stderr)
+        print(told)
     scores = []
     for i, prompt in enumerate(prompts):
         known = [grades[j] for j in grades if prompts[j] == prompt] or [*grades.values()]
