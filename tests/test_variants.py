@@ -199,8 +199,7 @@ def check_metrics(found, dtype):
 def test_each_variant_trains_on_two_ranks(script, dtype, folder):
     """An iteration with an evaluation before and after it, of all variants but `vllm` (test_vllm.py)."""
     names = [name for name in NAMES if script_of(name).name == script and name != "vllm"]
-    flags = {name: flags_of(folder, name, total_iterations=1, eval_rows=3) for name in names}
-    flags = {name: own | {"dtype": own.get("dtype", dtype)} for name, own in flags.items()}
+    flags = {name: {"dtype": dtype} | flags_of(folder, name, total_iterations=1, eval_rows=3) for name in names}
     check_metrics(train_by_two({name: variants.patched(name) for name in names}, flags, folder), dtype)
 
 
