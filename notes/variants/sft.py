@@ -43,7 +43,7 @@ class Args:
     chat_template: str | None = None
     chat_template_args: str = "{}"
     prompt_suffix: str | None = None
-    reward: str = "gsm8k"  # of the next stage: gsm8k appends its request to the prompts
+    reward: str = "none"  # of the next stage: gsm8k appends its request for "####" to the prompts
     max_prompt_length: int = 512
     max_response_length: int = 512  # tokens; a longer answer is refused
     total_steps: int = 100  # optimizer steps (0: only evaluate)
