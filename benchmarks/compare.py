@@ -25,7 +25,7 @@ ASIDE = "time/", "memory/", "throughput/", "rollout/logprob_diff", "batch"
 
 
 def make_table(results, names, at=(10,)):
-    """Markdown; a cell is empty where a run did not measure it, or has only 0 (no reference model, no KL)."""
+    """Markdown; a cell is empty where a run did not measure it, and a KL that is only 0 (no reference model)."""
     columns = [("greedy after", "eval/score", None)]  # title, metric, iteration if not the last
     columns += [(f"sampled at iteration {step}", "eval/score_sampled", step) for step in at]
     columns += [("sampled after", "eval/score_sampled", None), ("KL per token after", "kl/mean", None)]
@@ -41,7 +41,8 @@ def make_table(results, names, at=(10,)):
             for run in runs:
                 found = [row[metric] for row in run if metric in row and step in (None, row["step"])]
                 values += found[-1:]
-            cells.append(spread(values, 0 if metric == "responses" else 3) if any(values) else "")
+            measured = any(values) if metric == "kl/mean" else values
+            cells.append(spread(values, 0 if metric == "responses" else 3) if measured else "")
         lines.append(cells)
     return markdown(["", "seeds", *[title for title, *_ in columns]], lines)
 

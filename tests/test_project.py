@@ -226,7 +226,7 @@ def test_plot_draws_runs_and_seeds(tmp_path, monkeypatch):
     for seed in (1, 2):
         run = tmp_path / f"run{seed}"
         run.mkdir()
-        rows = [{"step": s, "reward/mean": seed * s, "part/form": -s, "time/elapsed": s} for s in range(5)]
+        rows = [{"step": s, "reward/mean": seed * s, "part/form": -s, "eval/score": 0.0} for s in range(5)]
         write_rows(run / "metrics.jsonl", [row | ({"group/generated": 12} if seed == 2 else {}) for row in rows])
         (run / "args.json").write_text(json.dumps({"batch_size": 4, "group_size": 2}))
         learning.keep_run(seeds, plot.read_run(run), "seed", seed)
@@ -242,4 +242,4 @@ def test_plot_draws_runs_and_seeds(tmp_path, monkeypatch):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     panel = next(axis for axis in plt.gcf().axes if axis.get_title().startswith("form"))  # a part of the reward
     assert panel.get_ylim()[0] < -4 and [text.get_text() for text in plt.gcf().legends[0].texts] == ["run1", "run2"]
-    assert "| run1 | 1 |" in load_benchmark("compare").make_table(ROOT / "benchmarks/results", ["run1", "ppo"])
+    assert "| run1 | 1 | 0.000 |" in load_benchmark("compare").make_table(ROOT / "benchmarks/results", ["run1", "ppo"])
