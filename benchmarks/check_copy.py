@@ -19,7 +19,7 @@ from common import ROOT, find_script, launcher, read_lines, run, variants
 from compare import compare_runs
 
 FLAGS = "--batch-size 8 --minibatch-size 8 --total-iterations 3 --max-response-length 40 --eval-rows 4 --eval-every 1"
-FLAGS += " --save-every 1 --track none --resume "
+FLAGS += " --save-every 1 --track none --dtype float32 --resume "
 HALF = "--dtype", "bfloat16", "--total-iterations", "2", "--eval-rows", "0"  # on most CPUs it is slow
 
 
