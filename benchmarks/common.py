@@ -107,6 +107,20 @@ def read_lines(path):
     return [json.loads(line) for line in lines if line]
 
 
+def read_starts(folder):
+    """[(first iteration, flags)] of each start of a run, as its TensorBoard files say; other trackers write none."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    starts = []
+    for file in sorted(folder.glob("events.out.tfevents.*")):  # the names begin with the time
+        for event in EventFileLoader(str(file)).Load():
+            texts = [value for value in event.summary.value if value.tag.startswith("args")]
+            if texts:
+                starts.append((event.step, json.loads(texts[0].tensor.string_val[0].decode().strip("`\n"))))
+                break
+    return starts
+
+
 def write_lines(path, rows):
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 

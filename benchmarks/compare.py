@@ -4,6 +4,8 @@
         > benchmarks/results/comparison.md
     python benchmarks/compare.py runs/one runs/two        # your own runs, or folders with a run for each seed
 
+Parts of the score have columns, and below the table are the flags in which run folders differ.
+
 Or check whether two runs are the same, on one process and on two, or before and after a change:
 
     python benchmarks/compare.py --exact runs/one runs/two
@@ -14,6 +16,7 @@ tokens. It prints the first difference, and the exit code is then 1.
 """
 
 import argparse
+import json
 import math
 import sys
 from pathlib import Path
@@ -30,11 +33,13 @@ def make_table(results, names, at=(10,)):
     columns += [(f"sampled at iteration {step}", "eval/score_sampled", step) for step in at]
     columns += [("sampled after", "eval/score_sampled", None), ("KL per token after", "kl/mean", None)]
     columns += [("responses sampled", "responses", None)]
+    places = [[Path(name), results / f"{name}.csv", results / name] for name in names]  # where you are comes first
+    where = [next(filter(Path.exists, three), three[0]) for three in places]
+    every = {name: plot.read_runs(place) for name, place in zip(names, where)}
+    parts = dict.fromkeys(x for runs in every.values() for row in runs[0] for x in row if x.startswith("eval_part/"))
+    columns += [(f"{metric.partition('/')[2]}, greedy after", metric, None) for metric in parts]
     lines = []
-    for name in names:
-        table = results / f"{name}.csv"
-        places = [Path(name), table, results / name]  # what you name from where you are comes first
-        runs = plot.read_runs(next((place for place in places if place.exists()), name))
+    for name, runs in every.items():
         cells = [name, len(runs)]
         for _, metric, step in columns:
             values = []
@@ -44,7 +49,21 @@ def make_table(results, names, at=(10,)):
             measured = any(values) if metric == "kl/mean" else values
             cells.append(spread(values, 0 if metric == "responses" else 3) if measured else "")
         lines.append(cells)
-    return markdown(["", "seeds", *[title for title, *_ in columns]], lines)
+    return markdown(["", "seeds", *[title for title, *_ in columns]], lines) + differing_flags(names, where)
+
+
+def differing_flags(names, places):
+    """Markdown of the flags that differ between these runs, "" if none do. Several seeds of one name share a cell."""
+    columns = []
+    for place in places:
+        files = [*place.glob("args.json"), *place.glob("*/args.json")] if place.is_dir() else []
+        runs = [json.loads(file.read_text()) for file in sorted(files)]
+        flags = dict.fromkeys(flag for run in runs for flag in run if flag not in ("run_name", "resume", "output_dir"))
+        columns += [{flag: ", ".join(dict.fromkeys(str(run.get(flag)) for run in runs)) for flag in flags}]
+    flags = dict.fromkeys(flag for column in columns for flag in column)
+    flags = [flag for flag in flags if len({column.get(flag) for column in columns if column}) > 1]
+    lines = [[flag, *[column.get(flag, "") for column in columns]] for flag in flags]
+    return "\n\n" + markdown(["flags that differ", *names], lines) if lines else ""
 
 
 # ------------------------------------------------------------------------------------------------------- two runs

@@ -10,8 +10,7 @@ We guess that all of it takes 25 on one card, and each part less than ten.
 
     scripts     ppo_llm, grpo_llm, lora, ppo_llm_fsdp, grpo_llm_fsdp: three iterations of each on one GPU, with the
                 seconds of each phase, and the peak of memory next to what notes/memory.py forecasts
-    sampling    generate, graphs, vllm: tokens per second of three ways to sample; decoding: a step of `generate`
-                and of notes/variants/cuda_graphs.py, in launches and waits, and whether both give the same tokens
+    sampling    generate, graphs, vllm: tokens per second of three ways to sample
     sizes       defaults, grpo_llm-fit, ppo_llm-fit: rows of 512 + 512 tokens, with the default batch sizes and with
                 those that notes/memory.py recommends for your card
     trust       resume: a run that is killed with -9 and resumed, next to an undisturbed one; float32, bfloat16,
@@ -67,11 +66,11 @@ Bench = namedtuple("Bench", "args folder card shape work")
 
 
 def load_with_graphs(path):
-    """A script as a module, and notes/variants/cuda_graphs.py, whose `generate` it has."""
+    """A script as a module, with the `generate` of notes/variants/cuda_graphs.py."""
     sys.path.insert(0, str(ROOT / "notes" / "variants"))
     graphs = importlib.import_module("cuda_graphs")
     graphs.script = graphs.load_script(path)
-    return graphs.script, graphs
+    return graphs.script
 
 
 def run_script(path, *flags):
@@ -80,7 +79,7 @@ def run_script(path, *flags):
 
     sys.path.insert(0, str(Path(path).parent))
     sys.argv = [path, *[flag for flag in flags if flag != "graphs"]]
-    script = load_with_graphs(path)[0] if "graphs" in flags else importlib.import_module(Path(path).stem)
+    script = load_with_graphs(path) if "graphs" in flags else importlib.import_module(Path(path).stem)
     phases.Clock(script)
     script.main(script.parse_args())
 
@@ -104,66 +103,6 @@ def describe_card(result):
     installed = packages_distributions()  # vLLM's build for CPUs has another name than its module
     card |= {library: version(installed[library][0]) for library in LIBRARIES if library in installed}
     Path(result).write_text(json.dumps(card | {"Python": platform.python_version()}))
-
-
-def profile_decoding(result, model_folder, rows, steps, lora_rank):
-    """A decoding step of `generate` and of cuda_graphs.py: seconds, launches, waits, and computing time.
-
-    A step is what `steps` tokens more cost than the first three, which read the prompts and capture the graph.
-    """
-    from peft import LoraConfig
-    from torch.autograd import DeviceType
-    from transformers import AutoModelForCausalLM
-
-    script, graphs = load_with_graphs(ROOT / "grpo_llm.py")
-    accelerator = script.start_processes(script.Args(model="", track="none"))
-    model = script.load_model(model_folder, AutoModelForCausalLM)
-    rows, steps, lora_rank = int(rows), int(steps), int(lora_rank)
-    if lora_rank:
-        model.add_adapter(LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
-        embedding = model.get_input_embeddings().weight
-        for layer in model.modules():  # as `wrap` does
-            frozen = isinstance(layer, torch.nn.Linear) and not layer.weight.requires_grad
-            if frozen and accelerator.mixed_precision == "bf16" and layer.weight is not embedding:
-                layer.to(torch.bfloat16)
-    accelerator.prepare_model(model, evaluation_mode=True)
-    prompts = [[10 + (7 * row + i) % 900 for i in range(64)] for row in range(rows)]
-    draws = torch.rand(rows, 3 + steps, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-    def sample(generate, tokens, temperature=1.0):
-        started = time.perf_counter()
-        with accelerator.autocast():
-            uniforms = draws[:, :tokens].to(accelerator.device)
-            responses = generate(model, prompts, uniforms, [-1], temperature)  # no token is EOS
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return responses, time.perf_counter() - started
-
-    def count(generate, tokens):
-        with torch.profiler.profile() as profiler:
-            sample(generate, tokens)
-        names = [event.name for event in profiler.events()]
-        on_gpu = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-        launches = sum(bool(re.match(r"cu(da)?(Graph)?Launch", name)) for name in names)
-        waits = sum(bool(re.match(r"cuda\w+Synchronize", name)) for name in names)
-        return launches, waits, sum(event.self_device_time_total for event in on_gpu) / 1000
-
-    greedy = []
-    for name, generate in ("generate", script.own_generate), ("graphs", script.generate):
-        greedy.append(sample(generate, 3 + steps, temperature=0)[0])  # warms up, too
-        two, three, all_ = (min(sample(generate, tokens)[1] for _ in range(3)) for tokens in (2, 3, 3 + steps))
-        step = (all_ - three) / steps
-        row = {"sampler": name + ", LoRA" * bool(lora_rank), "rows": rows, "step, ms": 1000 * step}
-        row["capture, ms"] = 1000 * (three - two - step) if graphs.capturing and name == "graphs" else ""
-        few = min(8, steps)  # the profiler takes seconds for each step
-        spent = [(more - less) / few for more, less in zip(count(generate, 3 + few), count(generate, 3))]
-        if not torch.cuda.is_available():
-            spent = ["needs a GPU"] * 3
-        row |= dict(zip(("launches", "waits", "GPU busy, ms"), spent))
-        same = sum(one.ids == other.ids for one, other in zip(greedy[0], greedy[-1]))
-        row["greedy rows as generate's"] = f"{same} of {rows}"
-        with open(result, "a") as file:
-            file.write(json.dumps(row) + "\n")
 
 
 # --- Starting those processes ----------------------------------------------------------------------------------------
@@ -278,16 +217,6 @@ def train(bench, script, size="short", sizes=None, processes=1, lora=0, dtype="a
     return [row | {"metrics": metrics}]
 
 
-def decoding(bench):
-    rows = []
-    for rank in 0, 16:
-        result = bench.folder / f"decoding-{rank}.jsonl"
-        sizes = bench.work["wide"].responses, 32, rank
-        finish(bench.args, start(bench.args, 1, "profile_decoding", result, bench.folder / "model", *sizes))
-        rows += read_lines(result)
-    return rows
-
-
 def compare(name, metrics, others):
     """A row: how far two runs are apart, in metrics that are not nearly 0."""
     alike = 0
@@ -348,7 +277,6 @@ STEPS = [
     ("scripts", "grpo_llm_fsdp", None, train, {"script": "grpo_llm_fsdp"}),
     ("sampling", "generate", None, train, WIDE | {"script": "grpo_llm"}),
     ("sampling", "graphs", None, train, WIDE | {"script": "grpo_llm", "before": "graphs"}),
-    ("sampling", "decoding", "peft", decoding, {}),
     ("sampling", "vllm", "vllm", train, WIDE | {"script": "vllm_llm"}),
     ("sizes", "defaults", None, train, LONG | {"script": "grpo_llm", "sizes": (256, 4096, False)}),
     ("sizes", "grpo_llm-fit", None, train, LONG | {"script": "grpo_llm"}),
@@ -399,9 +327,7 @@ policy and reference. "rows / tokens" are `--rollout-batch-size` and `--microbat
 recommends for this card (with `--small` they are fixed); gc: with `--gradient-checkpointing`. The forecast is that of
 `notes/memory.py`, too. The peak of memory and logprob_diff (sampler against training pass) are the largest of any
 iteration, which has {} responses of {} tokens (`sampling`: {} of {}; `sizes`: {} of {} with the prompt). On a GPU, two
-runs with one seed need not be equal. `decoding`: seconds of a step are the mean of 32, launches of 8; the capture is
-what the graph costs once for each size of the batch; in bfloat16, greedy rows may differ where two tokens are nearly as
-likely."""
+runs with one seed need not be equal."""
 
 
 def write_prompts(folder, length):

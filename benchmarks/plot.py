@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from common import grouped, read_csv, read_lines
+from common import grouped, read_csv, read_lines, read_starts
 
 PANELS = [  # title, metrics drawn in it (the second dashed)
     ("test score, greedy (dashed: sampled)", ["eval/score", "eval/score_sampled"]),
@@ -44,8 +44,10 @@ def read_run(folder):
     """Rows {"step": .., metric: ..} of a run folder, with the number of responses sampled so far in each."""
     rows = read_lines(folder / "metrics.jsonl")
     if (folder / "args.json").is_file():
-        args, prompts = json.loads((folder / "args.json").read_text()), 0
+        last, prompts = json.loads((folder / "args.json").read_text()), 0
+        starts = read_starts(folder)
         for row in rows:
+            args = next((flags for first, flags in reversed(starts) if first <= row["step"]), last)
             # A variant that samples again to replace groups without a signal logs how many responses it has sampled.
             prompts += row.get("group/generated", args["batch_size"]) if row["step"] > 0 else 0
             row["responses"] = prompts * args.get("group_size", 1)

@@ -7,6 +7,7 @@ at most 20,000 rows of data, and no weights with --no-model or above 3e9 paramet
 """
 
 import argparse
+import csv
 import importlib.util
 import inspect
 import json
@@ -54,9 +55,8 @@ def flags(run, path, words, processes):
     sys.argv = [path.name, *words]
     args = run.args = script.parse_args()
     stop(args.lora_rank and not importlib.util.find_spec("peft"), "--lora-rank needs peft: pip install peft")
-    look(
-        args.lora_rank and args.lr < 1e-5, f"--lora-rank with --lr {args.lr}: LoRA needs about ten times the usual rate"
-    )
+    slow = args.lora_rank and args.lr < 1e-5
+    look(slow, f"--lora-rank with --lr {args.lr}: LoRA needs about ten times the usual rate")
     group = getattr(args, "group_size", 1)
     unit, total, wish = group * processes, args.batch_size * group, args.minibatch_size
     if total % wish or wish % unit:
@@ -89,6 +89,10 @@ def paths(run, args):
             stop(model and Path(name, "adapter_config.json").exists(), f"{name} is an adapter: merge it into its base"),
             stop(name.count(":") > 1, f"--{flag} {name} names a split: save the split as a file"),
         ]
+        if place.is_file() and name.lower().endswith(".csv"):
+            head, *rows = filter(None, csv.reader(place.open(newline="", encoding="utf-8")))
+            uneven = [row for row in rows if len(row) != len(head)]
+            stop(uneven, f"{name} has {len(head)} columns, but not in {uneven[:1]}: put texts with a comma in quotes")
         look(not any(bad) and not place.exists(), f"--{flag} {name} is not here: the hub is asked, for up to minutes")
         if not any(bad):
             setattr(run, flag, name or None)
@@ -124,14 +128,15 @@ def models(run, args, script, words, model):
     look(penalty != 1, f"final/ will bring repetition_penalty {penalty}, which servers apply and evaluations don't")
     quantised = getattr(config, "quantization_config", None) and not args.lora_rank
     stop(quantised, f"{model} is quantised: without --lora-rank, most of its weights would not be trained")
-    if not look(not tokenizer.chat_template or args.chat_template == "none", "no chat template: prompts are texts"):
+    run.templated = tokenizer.chat_template and args.chat_template != "none"
+    if run.templated:
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zzz"}]
         end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("zzz")[2]
         marks = {*tokenizer(end, add_special_tokens=False)["input_ids"]} & {*tokenizer.added_tokens_decoder}
         look(marks and not marks & {*run.eos_ids}, f"the template ends turns with {end!r}, no EOS id: they may run on")
 
 
-def data(run, args, script, processes, model, shell, tokenizer, dataset, eval_dataset):
+def data(run, args, script, processes, model, shell, tokenizer, templated, dataset, eval_dataset):
     splits = [*script.read_splits(dataset)]
     how = f"load_from_disk({dataset!r})" if Path(dataset).exists() else f"load_dataset(*{dataset.split(':')})"
     how = f"import datasets; datasets.{how}[{splits[0]!r}].to_json('train.jsonl')"
@@ -156,6 +161,8 @@ def data(run, args, script, processes, model, shell, tokenizer, dataset, eval_da
         look(few, f"most rows of {source} are left out: too long for --max-prompt-length, or empty")
     print(f"ok    the first prompt: {run.rows[0]['prompts'][:60]!r} ... {run.rows[0]['prompts'][-90:]!r}")
     look(run.rows[0]["input_ids"][:2] == [tokenizer.bos_token_id] * 2, "prompts begin with two BOS tokens")
+    bare = run.rows[0]["is_chat"] and not templated
+    look(bare, "no chat template: the prompts' messages are joined by newlines, and no turn may end in an EOS")
     special = {str(x) for x in tokenizer.added_tokens_decoder.values() if x.special}
     turns = [turn["content"] for row in run.rows[:1000] for turn in row["messages"]]
     written = {x for x in special if any(x in text for text in turns)}
@@ -208,11 +215,8 @@ def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, 
     results = script.compute_scores(function, tokenizer, some, responses)
     scores = [result["score"] for result in results]
     alike, cut = max(map(scores.count, scores)), sum(response.truncated for response in responses)
-    print(
-        f"ok    eight answers of the model score {min(scores):.4g} to {max(scores):.4g}, {alike} of them alike;",
-        end=" ",
-    )
-    print(f"{cut} have no EOS within {args.max_response_length} tokens; one is {results[0]['response'][-100:]!r}")
+    print(f"ok    eight answers of the model score {min(scores):.4g} to {max(scores):.4g}, {alike} of them alike")
+    print(f"ok    {cut} have no EOS within {args.max_response_length} tokens; one is {results[0]['response'][-100:]!r}")
     for name in results[0]["parts"]:
         part = [result["parts"][name] for result in results]
         print(f"ok    part {name} of these: {min(part):.4g} to {max(part):.4g}")

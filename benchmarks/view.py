@@ -4,43 +4,34 @@
 
 This writes one HTML page, runs/NAME/view.html, that needs no network and no server: open it, send it, keep it. A folder
 of run folders stands for all of them. The texts of tokens come from the tokenizer in final/ or best/, or that of the
-model in args.json; without one, the page shows ids. A page above --megabytes leaves out some texts, and says so.
+model in args.json; without one, the page shows ids. A page above --megabytes leaves out some texts, and says so. So
+it does of what it can't read, such as a line that the run is writing.
 """
 
 import argparse
 import base64
 import json
 import math
+import re
 import sys
 from array import array
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from common import TINY, read_lines
+from common import TINY, read_starts
 
 KINDS = {"step": "training", "eval": "greedy", "eval_sampled": "sampled"}  # completions/KIND_000010.jsonl
 COLUMNS = ["logprobs", "ratio", "kl", "advantages", "values"]  # of the tokens; values only in PPO
 
 
 def read_resumes(folder):
-    """[(first iteration, flags that changed)] of each start that went on from a checkpoint.
-
-    Each start writes a TensorBoard file, with its flags at the step of its first iteration; other trackers do not.
-    """
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    resumes, before = [], {}
-    for file in sorted(folder.glob("events.out.tfevents.*")):  # the names begin with the time
-        for event in EventFileLoader(str(file)).Load():
-            texts = [value for value in event.summary.value if value.tag.startswith("args")]
-            if texts:
-                flags = json.loads(texts[0].tensor.string_val[0].decode().strip("`\n"))
-                changed = [f"{x} {before.get(x)} to {flags[x]}" for x in flags if before.get(x) != flags[x]]
-                changed = [text for text in changed if not text.startswith(("resume", "run_name"))]
-                if event.step > 0:
-                    resumes.append((event.step, changed if before else []))
-                before = flags
-                break
+    """[(first iteration, flags that changed: {name: "OLD to NEW"})] of each start that went on from a checkpoint."""
+    starts = read_starts(folder)
+    resumes = []
+    for (_, before), (step, flags) in zip([(0, starts[0][1]), *starts] if starts else [], starts):
+        changed = {x: f"{before.get(x)} to {flags[x]}" for x in flags if before.get(x) != flags[x]}
+        resumes += [(step, {x: changed[x] for x in changed if x not in ("resume", "run_name")})] if step > 0 else []
     return resumes
 
 
@@ -70,7 +61,7 @@ def pieces_of(ids, speller):
         first = len(pieces)
         before = tuple(ids[max(0, first - 1) : first])  # it may decide on a space
         parts = [tuple(ids[first : first + size]) for size in (1, 2, 3, 4)]  # a character has at most 4 bytes
-        whole = next((part for part in parts if not speller(before, part).endswith("\ufffd")), parts[0])
+        whole = next((part for part in parts if "\ufffd" not in speller(before, part)), parts[0])
         pieces += [speller(before, whole)] + [""] * (len(whole) - 1)
     return pieces
 
@@ -82,10 +73,22 @@ def pack(numbers):
     return base64.b64encode(array("f", numbers).tobytes()).decode()  # the machine is little-endian, as all are here
 
 
-def read_response(line, speller):
+def read_rows(path, needed, notes):
+    """The rows of a .jsonl file that have what is needed. Notes say how many lines are left out."""
+    rows, lines = [], [line for line in path.read_text("utf-8", "replace").split("\n") if line]
+    for line in lines:
+        with suppress(ValueError):
+            row = json.loads(line)
+            rows += [row] if isinstance(row, dict) and needed <= row.keys() else []
+    if len(rows) < len(lines):
+        notes.append(f"{path.name}: {len(lines) - len(rows)} of {len(lines)} lines can't be read")
+    return rows
+
+
+def read_response(line, speller, prompt_column):
     """[texts about the prompt, response, score, length, truncated, parts, tokens] of a line of completions."""
     prompt, answer = line["prompt"], line["answer"]
-    others = {name: value for name, value in line.get("row", {}).items() if value not in (prompt, answer)}
+    others = {x: value for x, value in line.get("row", {}).items() if x != prompt_column and value != answer}
     about = [prompt] if answer is None else [prompt, f"reference: {answer}"]
     about += [f"{name}: {value}" for name, value in others.items()]
     tokens = 0
@@ -102,31 +105,48 @@ def read_response(line, speller):
 
 
 def read_run(folder, name, tokenizer_name):
-    args = json.loads((folder / "args.json").read_text()) if (folder / "args.json").exists() else {}
-    rows = read_lines(folder / "metrics.jsonl")
+    args, notes = {}, []
+    with suppress(ValueError, FileNotFoundError):
+        args = json.loads((folder / "args.json").read_text())
+    notes += [] if args else ["args.json can't be read, so flags are missing"]
+    rows = read_rows(folder / "metrics.jsonl", {"step"}, notes)
     resumes = read_resumes(folder)
-    notes = [f"resumed at iteration {step}. Flags changed: {', '.join(changed) or 'none'}" for step, changed in resumes]
+    for step, changed in resumes:
+        told = ", ".join(f"{name} {values}" for name, values in changed.items())
+        notes.append(f"resumed at iteration {step}. Flags changed: {told or 'none'}")
+    scored_by = {"reward", "dataset", "eval_dataset"}  # where they change, best/ starts anew
+    best_since = max((step for step, changed in resumes if scored_by & changed.keys()), default=0)
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
+    texts = {name for name in names if any(isinstance(row.get(name), str | list | dict) for row in rows)}
+    notes += [f"the metric {name} is no number" for name in texts]
+    names = [name for name in names if name not in texts]
     metrics = {x: [row.get(x) if math.isfinite(row.get(x) or 0) else None for row in rows] for x in names}
     files = []
     speller = None
-    for path in sorted(folder.glob("completions/*_*.jsonl")):
-        kind, _, step = path.stem.rpartition("_")
-        lines = read_lines(path)
-        if kind not in KINDS or not lines:
+    for path in sorted(folder.glob("completions/*")):
+        named = re.fullmatch(r"(step|eval|eval_sampled)_(\d+)\.jsonl", path.name)
+        if not named:
+            notes.append(f"completions/{path.name} is no file of a script's")
+            continue
+        kind, step = named.groups()
+        lines = read_rows(path, {"prompt", "answer", "response", "score", "length", "truncated"}, notes)
+        if not lines:
             continue
         if any("batch" in line for line in lines) and not any(file["kind"] == "training" for file in files):
             speller = load_speller(folder, args, tokenizer_name)
             notes += [] if speller else ["no tokenizer was found, so tokens are shown as ids (--tokenizer)"]
         distinct = len({line["response"] for line in lines}) / len(lines)
         file = {"kind": KINDS[kind], "step": int(step), "distinct": distinct, "count": len(lines)}
-        responses = sorted((read_response(line, speller) for line in lines), key=lambda row: row[-1] == 0)
+        responses = sorted(
+            (read_response(line, speller, args.get("prompt_column")) for line in lines), key=lambda row: row[-1] == 0
+        )
         files.append(file | {"parts": [*lines[0].get("parts", {})], "rows": responses})
-    for kind in "training", "sampled":  # curves on which a collapse shows
+    for kind in "greedy", "sampled", "training":  # curves on which a collapse shows
         shares = {file["step"]: file["distinct"] for file in files if file["kind"] == kind}
         metrics |= {f"distinct/{kind}": [shares.get(row["step"]) for row in rows]} if shares else {}
     run = {"name": name, "args": {name: str(value) for name, value in args.items()}, "metrics": metrics, "files": files}
-    return run | {"steps": [row["step"] for row in rows], "resumes": [step for step, _ in resumes], "notes": notes}
+    run |= {"steps": [row["step"] for row in rows], "resumes": [step for step, _ in resumes], "notes": notes}
+    return run | {"best_since": best_since}
 
 
 def make_page(runs, kept, most):

@@ -63,10 +63,7 @@ def test_the_scripts_take_the_flags_of_the_large_model(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_what_can_be_trusted_runs_in_a_tiny_shape(tmp_path):
-    code, _, rows = call(tmp_path, "--steps", "lora", "grpo_llm_fsdp", "graphs", "decoding", "trust", "agreement")
-    steps = [row for row in rows if row["step"] == "decoding"]
-    assert len(steps) == 4 and {row["greedy rows as generate's"] for row in steps} == {"32 of 32"}
-    rows = [row for row in rows if row not in steps]
+    code, _, rows = call(tmp_path, "--steps", "lora", "grpo_llm_fsdp", "graphs", "trust", "agreement")
     found = {row["step"]: row for row in rows}
     assert code is False and {row["result"] for row in rows} == {"ok"}, rows
     assert list(found) == ["lora", "grpo_llm_fsdp", "graphs", "resume", "float32", "bfloat16", "float16", "agreement"]

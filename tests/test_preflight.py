@@ -43,7 +43,7 @@ def check(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_sound_set_up(check, name):
     code, said = check(["--script", str(ROOT / f"{name}.py")])
-    assert code == 0 and "stop:" not in said and "skip:" not in said, said
+    assert code == 0 and not any(word in said for word in ("stop:", "look:", "skip:")), said
     assert said.count("ok ") >= 6 and not Path("runs").exists(), said
 
 
@@ -83,6 +83,7 @@ def mine(body, names=""):
 
 
 NUMBERS = '{"question": "a", "answer": 72}\n{"question": "a", "answer": 0.5}\n'
+CHAT = '[{"question": [{"role": "user", "content": "a"}], "answer": 7}]'
 MINE, T = "--reward mine.py:reward", "--chat-template t.jinja"
 CASES = {  # what is changed in the folder, flags, words that must be said
     "model": (None, "--model ./none", "stop: --model ./none is not there"),
@@ -101,6 +102,12 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "alike": (mine("[1.0] * len(answers)"), f"{MINE} --answer-column None", "look: all eight score alike"),
     "empty": (mine("[-r.count('q') for r in responses]"), MINE, "look: an empty answer scores as much as the best"),
     "LoRA": (None, "--lora-rank 2", "look: --lora-rank with --lr 1e-06"),
+    "comma": (
+        lambda: write("c.csv", "question,answer\na, b?,72\nc,3\n"),
+        "--dataset c.csv",
+        "stop: c.csv has 2 columns",
+    ),
+    "no template": (lambda: write("c.json", CHAT), "--dataset c.json", "look: no chat template: the prompts' messages"),
     "leak": (None, "--eval-dataset train.jsonl", "look: 8 of the test prompts are training prompts"),
     "long": (None, "--max-prompt-length 13", "look: most rows of train.jsonl are left out"),
     "penalty": (lambda: change("model/generation_config.json", repetition_penalty=1.1), "", "look: final/ will bring"),
