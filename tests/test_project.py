@@ -226,9 +226,10 @@ def test_plot_draws_runs_and_seeds(tmp_path, monkeypatch):
     for seed in (1, 2):
         run = tmp_path / f"run{seed}"
         run.mkdir()
-        rows = [{"step": s, "reward/mean": seed * s, "part/form": -s, "eval/score": 0.0} for s in range(5)]
+        scores = {"eval/score": 0.0, "eval_part/form": 2}
+        rows = [{"step": s, "reward/mean": seed * s, "part/form": -s} | scores for s in range(5)]
         write_rows(run / "metrics.jsonl", [row | ({"group/generated": 12} if seed == 2 else {}) for row in rows])
-        (run / "args.json").write_text(json.dumps({"batch_size": 4, "group_size": 2}))
+        (run / "args.json").write_text(json.dumps({"batch_size": 4, "group_size": 2, "lr": seed}))
         learning.keep_run(seeds, plot.read_run(run), "seed", seed)
     assert [row["responses"] for row in plot.read_run(run)] == [0, 24, 48, 72, 96]  # generated, not used
     curve = plot.curve(plot.read_runs(seeds), "reward/mean", "responses")
@@ -242,4 +243,6 @@ def test_plot_draws_runs_and_seeds(tmp_path, monkeypatch):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     panel = next(axis for axis in plt.gcf().axes if axis.get_title().startswith("form"))  # a part of the reward
     assert panel.get_ylim()[0] < -4 and [text.get_text() for text in plt.gcf().legends[0].texts] == ["run1", "run2"]
-    assert "| run1 | 1 | 0.000 |" in load_benchmark("compare").make_table(ROOT / "benchmarks/results", ["run1", "ppo"])
+    table = load_benchmark("compare").make_table(ROOT / "benchmarks/results", ["run1", "ppo", "run2"])
+    found = [line in table for line in ("| run1 | 1 | 0.000 |", "| 32 | 2.000 |", "| lr | 1 |  | 2 |")]
+    assert found == [True] * 3 and "group_size" not in table, table

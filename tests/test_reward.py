@@ -229,13 +229,9 @@ def test_completions_are_sorted_and_written_by_the_main_process_alone(algo, tmp_
 
 def test_a_reward_that_changes_its_arguments_changes_no_data(algo):
     """As a judge's may that rewrites the chat: every response has a copy of its own. What is not asked for has none."""
-
-    class Large:
-        def __deepcopy__(self, memo):
-            pytest.fail("it was copied")
-
+    large = type("Large", (), {"__deepcopy__": lambda *_: pytest.fail("it was copied")})()
     chat = [{"role": "user", "content": "hi"}]
-    row = {"prompts": "hi", "answers": None, "messages": chat, "input_ids": [5], "is_chat": True, "tests": Large()}
+    row = {"prompts": "hi", "answers": None, "messages": chat, "input_ids": [5], "is_chat": True, "tests": large}
 
     def judge(messages, responses, tokens):
         for message, ids in zip(messages, tokens):
@@ -246,8 +242,5 @@ def test_a_reward_that_changes_its_arguments_changes_no_data(algo):
 
     answers = [algo.Response(make_tokenizer()(text)["input_ids"], [], False) for text in ("yes", "no")]
     found = algo.compute_scores(judge, make_tokenizer(), [row, row], answers)
-    assert [(result["response"], result["score"], result["length"]) for result in found] == [
-        ("yes", 3, 3),
-        ("no", 3, 2),
-    ]
+    assert [(r["response"], r["score"], r["length"]) for r in found] == [("yes", 3, 3), ("no", 3, 2)]
     assert chat[0]["content"] == "hi"

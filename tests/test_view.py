@@ -114,6 +114,8 @@ def test_the_numbers_are_those_of_metrics_and_tensors(script, algo, toy_run, spy
             for name, column in columns.items():
                 expected = column[row][actions[-1][row]][t].item()
                 assert float(shown[t][name]) == pytest.approx(expected, rel=1e-4), name
+    shown = page.locator("#list .row").first.inner_text()
+    assert "advantage " in shown and page.locator('.key [data-metric="distinct/greedy"]').count() == 1
     page.locator(".panel svg").first.click(position={"x": 50, "y": 50})
     assert page.locator("#now").inner_text() == "Iteration 0 of 2"  # where the curve was clicked
     page.keyboard.press("ArrowRight")
@@ -155,6 +157,19 @@ def test_a_page_that_would_be_too_large_says_what_it_lacks(tmp_path):
     assert len(text) <= 1e5 and re.search(r"the texts of \d+ of 41 iterations, at most \d+ responses of each", text)
 
 
+def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
+    """A run that is being written, and what somebody else has put into its folder."""
+    run = make_run(tmp_path / "run", texts=["a", "a", "b"])
+    torn = {"metrics.jsonl": '{"step": 3, "word": "text"}\n{"step": 4, "rew', "args.json": "{"}
+    torn |= {"completions/eval_000002.jsonl": '{"prompt": "wh', "completions/eval_000002 (copy).jsonl": ""}
+    for file, more in torn.items():
+        with open(run / file, "a") as stream:
+            stream.write(more)
+    found = view.read_run(run, "run", None)
+    assert len(found["notes"]) == 5 and found["steps"] == [0, 1, 2, 3] and "word" not in found["metrics"]
+    assert found["metrics"]["distinct/greedy"] == [2 / 3, 2 / 3, 2 / 3, None]
+
+
 def test_tokens_that_share_a_character_have_its_text_once():
     speller = view.load_speller(TINY, {"model": "/elsewhere/benchmarks/tiny/model"}, None)
     text = " a🙂é 👩‍👧\n\n€"
@@ -162,15 +177,19 @@ def test_tokens_that_share_a_character_have_its_text_once():
     pieces = view.pieces_of(ids, speller)
     assert len(pieces) == len(ids) > len(text) and "".join(pieces) == text and pieces[0]
     assert view.pieces_of([ids[2]] * 3, None) == [f"{ids[2]} "] * 3
-    assert len(view.pieces_of(ids[:4] + ids[3:5], speller)) == 6  # a character that is cut off
+    half = [AutoTokenizer.from_pretrained(TINY / "model")(text)["input_ids"][0] for text in "éa"]
+    assert view.pieces_of(half, speller) == ["\ufffd", "a"]  # a character that is cut off has the text to itself
 
 
 @each_script("ppo_llm")
-def test_a_resume_is_marked_with_what_it_changed(script, toy_run, show):
+def test_a_resume_is_marked_with_what_it_changed(script, toy_run, toy_data, show):
     run_dir, _ = toy_run(save_every=1, track="tensorboard", run_name="run")
-    toy_run(save_every=1, track="tensorboard", run_name="run", resume=True, total_iterations=4, lr=2e-3)
+    changes = {"total_iterations": 4, "eval_dataset": toy_data, "batch_size": 16}
+    toy_run(save_every=1, track="tensorboard", run_name="run", resume=True, **changes)
     ((step, changed),) = view.read_resumes(run_dir)
-    assert step == 3 and changed == {"total_iterations": "2 to 4", "lr": "0.001 to 0.002"}
+    assert step == 3 and changed.keys() == changes.keys() and changed["total_iterations"] == "2 to 4"
+    assert view.read_run(run_dir, "run", None)["best_since"] == 3  # best/ starts anew with other test data
+    assert [row["responses"] for row in load_benchmark("plot").read_run(run_dir)] == [0, 8, 16, 32, 48]
     page = show(run_dir)
     assert page.locator("#notes").inner_text().startswith("run: resumed at iteration 3. Flags changed: ")
     assert page.locator(".panel .resume").count() > 5
