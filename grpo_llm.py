@@ -43,8 +43,8 @@ Comments like [2.3] point to a section of notes/.
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.9,<2.16", "transformers>=5.21,<5.24", "accelerate>=1.10", "datasets>=4.8.5", "safetensors",
-#     "tyro>=0.9.2", "tensorboard>=2.19", "peft>=0.20"]
+# dependencies = ["torch>=2.9,<2.16", "transformers>=5.21,<5.40", "accelerate>=1.10", "datasets>=4.8.5",
+#     "safetensors>=0.8", "tyro>=0.9.2", "tensorboard>=2.19", "peft>=0.20", "transformers<5.24"]
 # ///
 
 import copy
