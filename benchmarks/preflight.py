@@ -31,6 +31,7 @@ from transformers.utils import cached_file
 # What a reward gets from the script, whatever the columns; families that fail, by model_type (small ones are tried).
 OURS = {"prompts", "responses", "answers", "messages", "tokens", "completions", "completion_ids", "truncated", "record"}
 UNFIT = {"phimoe", "cpmant", "xlstm", "falcon_mamba", "rwkv", "recurrent_gemma", "minimax", "llama4", "llama4_text"}
+FORMS = "{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>"  # how a reward may want an answer
 STOPS = []
 
 
@@ -57,23 +58,10 @@ def flags(run, path, words, processes):
     stop(args.lora_rank and not importlib.util.find_spec("peft"), "--lora-rank needs peft: pip install peft")
     slow = args.lora_rank and args.lr < 1e-5
     look(slow, f"--lora-rank with --lr {args.lr}: LoRA needs about ten times the usual rate")
-    group = getattr(args, "group_size", 1)
-    unit, total, wish = group * processes, args.batch_size * group, args.minibatch_size
-    if total % wish or wish % unit:
-        args.minibatch_size = max(1, round(min(wish, total) / unit)) * unit
-        args.batch_size = max(1, round(total / args.minibatch_size)) * args.minibatch_size // group
-        said = f"{total} responses on {processes} process(es) make no minibatches of {wish}: nearest are"
-        stop(True, f"{said} --batch-size {args.batch_size} --minibatch-size {args.minibatch_size}")
     script.start_processes(args)  # refuses other flags
+    unit = processes * getattr(args, "group_size", 1)
+    stop(args.minibatch_size % unit, f"--minibatch-size must be a multiple of {unit}, --group-size times processes")
     run_dir, checkpoint = script.find_run(args)
-    with suppress(FileNotFoundError), open(run_dir / "lock", "r+") as file:
-        try:
-            script.fcntl.lockf(file, script.fcntl.LOCK_EX | script.fcntl.LOCK_NB)  # until the file is closed
-        except BlockingIOError:
-            stop(True, f"{run_dir} is in use by {file.read().strip()}")
-    old = json.loads((run_dir / "args.json").read_text()) | {"resume": True} if checkpoint else {}
-    changed = [f"{name} {old[name]} -> {x}" for name, x in vars(args).items() if old.get(name, x) != x]
-    look(changed, f"changed since the run was last started: {', '.join(changed)}")
     print(f"ok    {path.name} on {sys.platform}, {processes} process(es); {run_dir}, from {checkpoint or 'its start'}")
 
 
@@ -101,15 +89,11 @@ def paths(run, args):
         run.reward = args.reward
 
 
-def models(run, args, script, words, model):
+def models(run, args, script, model):
     config = AutoConfig.from_pretrained(model)
-    kind, text = config.model_type, config.get_text_config()
+    kind = config.model_type
     stop(kind in UNFIT, f"{kind} cannot be trained: its log-probs would be wrong, or its code would fail")
-    look("gemma4" in kind, "a run ends when Gemma 4 samples its image placeholder: its log-probs differ there")
     look([*Path(model).glob("*processor*.json")], "best/ and final/ will lack its processor files, which servers want")
-    bundled = text.vocab_size == AutoConfig.from_pretrained(script.EMBEDDED["model"]).vocab_size
-    other = {name: x for name, x in script.EMBEDDED.items() if name != "model" and getattr(args, name) != x}
-    look(bundled and "--model" in words and other, f"--model turned the bundled model's settings off: {other}")
     stop(Path(model).is_dir() and not [*Path(model).glob("*token*")], f"{model} has no tokenizer files")
     tokenizer = run.tokenizer = AutoTokenizer.from_pretrained(model)
     if args.chat_template not in (None, "none"):
@@ -122,8 +106,7 @@ def models(run, args, script, words, model):
     stop(not run.eos_ids, "there is no EOS id, so no response would end: set eos_token in tokenizer_config.json")
     print(f"ok    {kind}, {shell.num_parameters():,} parameters, {len(tokenizer)} tokens, EOS ids {run.eos_ids}")
     ordinary = [x for x in run.eos_ids if x not in tokenizer.added_tokens_decoder]
-    words = tokenizer.convert_ids_to_tokens(ordinary)
-    look(ordinary, f"EOS ids {ordinary} are ordinary tokens, {words}: every answer ends at the first of them")
+    look(ordinary, f"EOS ids {ordinary} are ordinary tokens: every answer ends at the first of them")
     penalty = shell.generation_config.repetition_penalty or 1
     look(penalty != 1, f"final/ will bring repetition_penalty {penalty}, which servers apply and evaluations don't")
     quantised = getattr(config, "quantization_config", None) and not args.lora_rank
@@ -131,19 +114,18 @@ def models(run, args, script, words, model):
     run.templated = tokenizer.chat_template and args.chat_template != "none"
     if run.templated:
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zzz"}]
-        end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("zzz")[2]
+        start, _, end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("zzz")
+        asked, bare = [tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=x) for x in (1, 0)]
+        header = start.removeprefix(asked).strip() if asked == bare and start.startswith(asked) else ""
+        look(header, f"the template ignores add_generation_prompt: prompts lack the {header!r} before an answer")
         marks = {*tokenizer(end, add_special_tokens=False)["input_ids"]} & {*tokenizer.added_tokens_decoder}
         look(marks and not marks & {*run.eos_ids}, f"the template ends turns with {end!r}, no EOS id: they may run on")
 
 
 def data(run, args, script, processes, model, shell, tokenizer, templated, dataset, eval_dataset):
     splits = [*script.read_splits(dataset)]
-    how = f"load_from_disk({dataset!r})" if Path(dataset).exists() else f"load_dataset(*{dataset.split(':')})"
-    how = f"import datasets; datasets.{how}[{splits[0]!r}].to_json('train.jsonl')"
-    stop("train" not in splits, f"{dataset} has {splits}, only `train` is read. Save one as a file: {how}")
+    stop("train" not in splits, f"{dataset} has {splits}, only `train` is read: save one as a file")
     table, test_table = script.read_data(args)
-    hidden = OURS & {*table.column_names} - {args.prompt_column, args.answer_column}
-    look(hidden, f"a reward gets the script's own {hidden}, not the columns of these names")
     file = Path(dataset).read_text("utf-8") if re.match(r".*\.jsonl?$", dataset.lower()) else ""
     lines = json.loads(file) if file.startswith("[") else map(json.loads, filter(str.strip, file.split("\n")))
     pairs = zip((line.get(args.answer_column) for line in lines), table[:1000].get(args.answer_column, []))
@@ -167,6 +149,9 @@ def data(run, args, script, processes, model, shell, tokenizer, templated, datas
     turns = [turn["content"] for row in run.rows[:1000] for turn in row["messages"]]
     written = {x for x in special if any(x in text for text in turns)}
     look(written, f"prompts contain {written}: if a template has made them, --chat-template none leaves them alone")
+    ends = [(row["messages"][-1]["content"], str(row["answers"])) for row in run.rows[:1000]]
+    told = [text[-40:] for text, answer in ends if answer and text.rstrip(" .\n").endswith(answer.rstrip(" .\n"))]
+    look(2 * len(told) > len(ends), f"prompts end in their own answers, as in {told[:1]}: is --prompt-column right?")
     both = {row["prompts"] for row in run.rows} & {row["prompts"] for row in run.test_rows}
     look(both, f"{len(both)} of the test prompts are training prompts, too")
     ids = [row["input_ids"] for row in run.rows + run.test_rows[: args.eval_rows]]
@@ -192,35 +177,50 @@ def rewards(run, args, script, reward, tokenizer, rows, test_rows):
     for kind, row in zip(["train", "test"], rows[:1] + test_rows[: min(1, args.eval_rows)]):
         missing = {x.name for x in needed} - {*row} - OURS
         stop(missing, f"the reward needs {missing}; the {kind} data have {[*row['record']]}")
-        mark, answer = "#### " * (reward == "gsm8k"), str(row["answers"])
-        right = answer if "####" in answer else mark + answer
-        texts = {"right": right, "wrong": f"{mark}987654321", "empty": "", "cut off": "First, we"}
-        ids = tokenizer([*texts.values()], add_special_tokens=False)["input_ids"]
-        responses = [script.Response(x, [0.0] * len(x), x is ids[3]) for x in ids]
+        answer, known = str(row["answers"]), row["answers"] is not None
+        others = [x for x in dict.fromkeys(str(x["answers"]) for x in rows[:100]) if x != answer][:9]
         started = time.perf_counter()
-        results = script.compute_scores(function, tokenizer, [row] * 4, responses)
+        for form in FORMS[: None if known else 1]:  # until the right answer is the best
+            texts = {
+                "wrong": form.format(987654321),
+                "empty": "",
+                "cut off": args.max_response_length // 4 * "First, we ",
+            }
+            texts |= {"many": " ".join([*others, answer, *others]), "right": form.format(answer)}
+            ids = tokenizer([*texts.values()], add_special_tokens=False)["input_ids"]
+            responses = [script.Response(x, [0.0] * len(x), x is ids[2]) for x in ids]
+            results = script.compute_scores(function, tokenizer, [row] * 5, responses)
+            *less, many, right = [result["score"] for result in results]
+            if right > max(less):
+                break
         found = {name: result["parts"] or result["score"] for name, result in zip(texts, results)}
         print(f"ok    reward of answers to the first {kind} row: {found}, {time.perf_counter() - started:.2f} s")
-        right, *others = [result["score"] for result in results]
-        look(row["answers"] and right <= max(others), "the reward cannot tell right (the reference answer) from wrong")
+        unsure = known and right <= max(less)
+        look(unsure, "the reward cannot tell right (the reference answer) from wrong, or it pays length")
+        look(known and others and not unsure and many >= right, "many answers in one are paid as much as the right one")
+        (alone,) = script.compute_scores(function, tokenizer, [row], responses[-1:])
+        said = f"`right` scores {alone['score']:.4g} alone: do chance, its place in the list or the others decide?"
+        look(abs(alone["score"] - right) > 0.01, said)
 
 
 def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, no_model):
     if look(no_model or shell.num_parameters() > 3e9, "no weights are loaded, so the model is not asked"):
         return
     ours = script.load_model(model, AutoModelForCausalLM, args.lora_rank, task_type="CAUSAL_LM")
-    some = (rows * 8)[:8]
-    uniforms = torch.rand(len(some), args.max_response_length, dtype=torch.float64)
-    responses = script.generate(ours, [row["input_ids"] for row in some], uniforms, eos_ids, args.temperature)
-    results = script.compute_scores(function, tokenizer, some, responses)
-    scores = [result["score"] for result in results]
-    alike, cut = max(map(scores.count, scores)), sum(response.truncated for response in responses)
-    print(f"ok    eight answers of the model score {min(scores):.4g} to {max(scores):.4g}, {alike} of them alike")
-    print(f"ok    {cut} have no EOS within {args.max_response_length} tokens; one is {results[0]['response'][-100:]!r}")
+    results, scores = [], []
+    while len({*scores}) < 2 and len(scores) < 32:  # a model that is right once in five times may fail eight times
+        some = (rows * 32)[len(scores) :][:8]
+        uniforms = torch.rand(8, args.max_response_length, dtype=torch.float64)
+        responses = script.generate(ours, [row["input_ids"] for row in some], uniforms, eos_ids, args.temperature)
+        results += script.compute_scores(function, tokenizer, some, responses)
+        scores = [result["score"] for result in results]
+    last, cut = results[-1]["response"][-100:], sum(result["truncated"] for result in results)
+    print(f"ok    {len(scores)} answers of the model score {min(scores):.4g} to {max(scores):.4g}, {cut} have no EOS")
+    print(f"ok    one scores {scores[-1]:.4g}: {last!r} (the reference answer: {some[-1]['answers']!r:.100})")
     for name in results[0]["parts"]:
         part = [result["parts"][name] for result in results]
         print(f"ok    part {name} of these: {min(part):.4g} to {max(part):.4g}")
-    look(alike == 8, "all eight score alike: where the answers to a prompt do, nothing is learned")
+    look(len({*scores}) < 2, "all of them score alike: where the answers to a prompt do, nothing is learned")
     (nothing,) = script.compute_scores(function, tokenizer, some[:1], [script.Response([], [], False)])
     look(nothing["score"] >= max(scores) > min(scores), "an empty answer scores as much as the best of these")
     tokens, mask, sampled, _ = script.to_batch(some, responses, "cpu")

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import preflight
 
 REWARD = "def reward(responses, answers{}):\n    return {}\n"
-SOUND = REWARD.format("", "[float(a.strip('# ') in r) for a, r in zip(answers, responses)]")
+SOUND = REWARD.format("", "[float(r == a) + 0.01 * ('7' in r) for a, r in zip(answers, responses)]")
 
 
 @pytest.fixture
@@ -73,17 +73,13 @@ def normalizer():
     change("model/tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
 
 
-def resumed():
-    os.makedirs("runs/one/checkpoints/step_000001")
-    write("runs/one/args.json", json.dumps({"seed": 7, "resume": False}))
-
-
 def mine(body, names=""):
     return lambda: write("mine.py", REWARD.format(names, body))
 
 
 NUMBERS = '{"question": "a", "answer": 72}\n{"question": "a", "answer": 0.5}\n'
 CHAT = '[{"question": [{"role": "user", "content": "a"}], "answer": 7}]'
+NO_TURN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
 MINE, T = "--reward mine.py:reward", "--chat-template t.jinja"
 CASES = {  # what is changed in the folder, flags, words that must be said
     "model": (None, "--model ./none", "stop: --model ./none is not there"),
@@ -99,7 +95,25 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "changed": (phimoe, "", "from those of model loaded without the script"),
     "needs": (mine("[1.0] * len(answers)", ", level"), MINE, "stop: the reward needs {'level'}"),
     "equal": (mine("[1.0] * len(answers)"), MINE, "look: the reward cannot tell right"),
-    "alike": (mine("[1.0] * len(answers)"), f"{MINE} --answer-column None", "look: all eight score alike"),
+    "alike": (mine("[1.0] * len(answers)"), f"{MINE} --answer-column None", "look: all of them score alike"),
+    "answers": (
+        lambda: write("train.jsonl", '{"question": "a: 7", "answer": 7}'),
+        "",
+        "look: prompts end in their own",
+    ),
+    "no turn": (lambda: write("t.jinja", NO_TURN), T, "look: the template ignores add_generation_prompt: prompts lack"),
+    "in it": (mine("[float(str(a) in r) for a, r in zip(answers, responses)]"), MINE, "look: many answers in one"),
+    "long": (
+        mine("[len(r) + float(r == a) for a, r in zip(answers, responses)]"),
+        MINE,
+        "look: the reward cannot tell right",
+    ),
+    "rivals": (
+        mine("[float(r == a) / len(answers) for a, r in zip(answers, responses)]"),
+        MINE,
+        "look: `right` scores 1 alone",
+    ),
+    "batch": (None, "--num-processes 3", "stop: --minibatch-size must be a multiple of 3"),
     "empty": (mine("[-r.count('q') for r in responses]"), MINE, "look: an empty answer scores as much as the best"),
     "LoRA": (None, "--lora-rank 2", "look: --lora-rank with --lr 1e-06"),
     "comma": (
@@ -109,13 +123,10 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     ),
     "no template": (lambda: write("c.json", CHAT), "--dataset c.json", "look: no chat template: the prompts' messages"),
     "leak": (None, "--eval-dataset train.jsonl", "look: 8 of the test prompts are training prompts"),
-    "long": (None, "--max-prompt-length 13", "look: most rows of train.jsonl are left out"),
+    "left out": (None, "--max-prompt-length 13", "look: most rows of train.jsonl are left out"),
     "penalty": (lambda: change("model/generation_config.json", repetition_penalty=1.1), "", "look: final/ will bring"),
     "digit": (lambda: change("model/generation_config.json", eos_token_id=[1, 9]), "", "look: EOS ids [9] are ordin"),
-    "batch": (None, "--batch-size 7", "make no minibatches of 64: nearest are --batch-size 7 --minibatch-size 7"),
     "fsdp": (lambda: write("accelerate.yaml", "distributed_type: FSDP"), "", "asks for ['FSDP']"),
-    "resumed": (resumed, "--run-name one --resume", "look: changed since the run was last started: seed 7 -> 1\n"),
-    "embedded": (None, f"--model {ROOT}/benchmarks/tiny/model", "look: --model turned the bundled model's"),
 }
 
 
