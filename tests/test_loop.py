@@ -165,13 +165,10 @@ def test_the_best_is_kept(toy_run, algo, spy, scripted, capsys, toy_reward, toy_
     last, final = ((run_dir / name / "model.safetensors").read_bytes() for name in ("best", "final"))
     assert len({best, last, final}) == 3 and not (run_dir / "best" / "left").exists()
     assert said.format(5) in capsys.readouterr().out
-    changes = (
-        {"reward": toy_reward.replace("toy_r", "./toy_r")},
-        {"dataset": f"{toy_data}/"},
-        {"eval_dataset": f"{toy_data}/."},
-    )
-    for iteration, change in enumerate(changes, 7):  # by a reward or data that are others by their names
-        flags |= change
+    others = {"reward": toy_reward.replace("toy_r", "./toy_r"), "dataset": f"{toy_data}/"}
+    others |= {"eval_dataset": f"{toy_data}/."}
+    for iteration, name in enumerate(others, 7):  # by a reward or data that are others by their names
+        flags[name] = others[name]
         scripted([0.8 - iteration / 10])
         toy_run(total_iterations=iteration, **flags)
         assert said.format(iteration) in capsys.readouterr().out

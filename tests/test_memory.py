@@ -48,11 +48,8 @@ QWEN |= {"tokens": 288, "rows": 4}
     "model, options, held, tolerance",
     [
         ("0.5B", QWEN, 16.4, 0.03),
-        ("0.5B", QWEN | {"critic": False}, 10.8, 0.03),
-        ("0.5B", QWEN | {"sharded": True}, 17.0, 0.03),
         ("0.5B", QWEN | {"tokens": 144, "rows": 2, "sharded": True, "processes": 2, "gathered": False}, 9.8, 0.03),
         ("small", SMALL | {"tokens": 448, "rows": 8, "processes": 2}, 2044 / 1024, 0.03),
-        ("small", SMALL | {"tokens": 448, "rows": 8, "processes": 2, "sharded": True}, 1382 / 1024, 0.03),
         ("small", SMALL | {"tokens": 224, "rows": 4, "processes": 4, "sharded": True}, 1043 / 1024, 0.11),
     ],
 )

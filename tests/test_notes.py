@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from dataclasses import fields
+from decimal import Decimal
 
 import pytest
 import ranks
@@ -12,9 +13,11 @@ import refresh
 import torch
 from conftest import ROOT, SCRIPTS, each_script, load_script, make_model, run_main
 from safetensors.torch import load_file
-from test_project import check_flags
+from test_project import check_flags, load_benchmark
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+plot = load_benchmark("plot")
+NUMBER = r"(-?\d[\d.]*(?:e-?\d+)?)"
 NOTES = sorted((ROOT / "notes").glob("[0-9]*.md"))
 RUN = sorted((ROOT / "notes" / "run").glob("*.md"))
 PAGES = [*RUN, *(ROOT / "notes").glob("*.md"), *ROOT.glob("[A-Z]*.md"), ROOT / "benchmarks" / "README.md"]
@@ -66,6 +69,22 @@ def test_every_picture_is_drawn_by_a_script_and_shown():
     scripts = "".join(path.read_text() for path in figures.glob("*.py"))
     for path in [*figures.glob("*.png"), *figures.glob("*.svg")]:
         assert f'"{path.stem}"' in scripts and f"figures/{path.name}" in pages, path.name
+
+
+def test_numbers_are_those_of_their_files():
+    """95.0%<!-- ppo.csv eval/score_sampled 20 --> is a mean over runs, two numbers are the lowest and the highest."""
+    text = "".join(path.read_text() for path in PAGES)
+    for metric, *ranges in re.findall(r"(?m)^\| `(\w+/(?!kl`)\w+)` \| (\S+…\S+) \| (\S*) \|", text):  # in 9.2
+        text += "".join(f"{x}<!-- {file} {metric} -->" for x, file in zip(ranges, ("ppo.csv", "grpo.csv")) if x)
+    found = re.findall(rf"{NUMBER}(?:(?: to |…){NUMBER})?(%?)<!-- (\S+\.csv) (\S+) ?(\d*) -->", text)
+    for *shown, percent, file, metric, step in found:
+        runs = plot.read_runs(ROOT / "benchmarks" / "results" / file)
+        values = [row[metric] for run in runs for row in run if metric in row and step in ("", str(int(row["step"])))]
+        expected = [min(values), max(values)] if shown[1] else [sum(values) / len(values)]
+        for number, value in zip(shown, expected):
+            off = abs(float(number) - value * (100 if percent else 1))
+            assert off <= 0.51 * 10.0 ** Decimal(number).as_tuple().exponent, (file, metric, number, value)
+    assert len(found) > 40
 
 
 @each_page

@@ -1,7 +1,6 @@
 """benchmarks/preflight.py: a faulty set-up is named in a sentence, and a sound one is not."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -86,7 +85,6 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "template": (lambda: write("t.jinja", "{{ raise_exception('no') }}"), T, "train.jsonl, row 1"),
     "open end": (lambda: write("t.jinja", "{{ messages[-1].content }}<eos2>"), T, "look: the template ends turns with"),
     "numbers": (lambda: write("train.jsonl", NUMBERS), "", "look: `datasets` has changed 1 answers"),
-    "no tokenizer": (lambda: os.remove("model/tokenizer.json"), "", "stop: "),
     "normalizer": (normalizer, "", "stop: tokenizer.json has other ids for 8 texts"),
     "no EOS": (no_eos, "", "stop: there is no EOS id"),
     "positions": (None, "--max-response-length 999", "can exceed 256 positions"),
