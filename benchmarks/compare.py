@@ -29,7 +29,8 @@ ASIDE = "time/", "memory/", "throughput/", "rollout/logprob_diff", "batch"
 
 def make_table(results, names, at=(10,)):
     """Markdown; a cell is empty where a run did not measure it, and a KL that is only 0 (no reference model)."""
-    columns = [("greedy after", "eval/score", None)]  # title, metric, iteration if not the last
+    # title, metric, iteration if not the last
+    columns = [("iterations", "step", None), ("greedy after", "eval/score", None)]
     columns += [(f"sampled at iteration {step}", "eval/score_sampled", step) for step in at]
     columns += [("sampled after", "eval/score_sampled", None), ("KL per token after", "kl/mean", None)]
     columns += [("responses sampled", "responses", None)]
@@ -47,7 +48,7 @@ def make_table(results, names, at=(10,)):
                 found = [row[metric] for row in run if metric in row and step in (None, row["step"])]
                 values += found[-1:]
             measured = any(values) if metric == "kl/mean" else values
-            cells.append(spread(values, 0 if metric == "responses" else 3) if measured else "")
+            cells.append(spread(values, 0 if metric in ("responses", "step") else 3) if measured else "")
         lines.append(cells)
     return markdown(["", "seeds", *[title for title, *_ in columns]], lines) + differing_flags(names, where)
 
@@ -63,7 +64,8 @@ def differing_flags(names, places):
     flags = dict.fromkeys(flag for column in columns for flag in column)
     flags = [flag for flag in flags if len({column.get(flag) for column in columns if column}) > 1]
     lines = [[flag, *[column.get(flag, "") for column in columns]] for flag in flags]
-    return "\n\n" + markdown(["flags that differ", *names], lines) if lines else ""
+    warning = "\n\nTheir rewards differ, so their scores can't be compared." if "reward" in flags else ""
+    return "\n\n" + markdown(["flags that differ", *names], lines) + warning if lines else ""
 
 
 # ------------------------------------------------------------------------------------------------------- two runs

@@ -74,7 +74,6 @@ def paths(run, args):
         bad = [
             stop(local and not place.exists(), f"--{flag} {name} is not there"),
             stop(place.is_file() and (model or not file), f"--{flag} {name}: only folders, .json(l), .csv, .parquet"),
-            stop(model and Path(name, "adapter_config.json").exists(), f"{name} is an adapter: merge it into its base"),
             stop(name.count(":") > 1, f"--{flag} {name} names a split: save the split as a file"),
         ]
         if place.is_file() and name.lower().endswith(".csv"):
@@ -93,7 +92,6 @@ def models(run, args, script, model):
     config = AutoConfig.from_pretrained(model)
     kind = config.model_type
     stop(kind in UNFIT, f"{kind} cannot be trained: its log-probs would be wrong, or its code would fail")
-    look([*Path(model).glob("*processor*.json")], "best/ and final/ will lack its processor files, which servers want")
     stop(Path(model).is_dir() and not [*Path(model).glob("*token*")], f"{model} has no tokenizer files")
     tokenizer = run.tokenizer = AutoTokenizer.from_pretrained(model)
     if args.chat_template not in (None, "none"):
@@ -181,11 +179,8 @@ def rewards(run, args, script, reward, tokenizer, rows, test_rows):
         others = [x for x in dict.fromkeys(str(x["answers"]) for x in rows[:100]) if x != answer][:9]
         started = time.perf_counter()
         for form in FORMS[: None if known else 1]:  # until the right answer is the best
-            texts = {
-                "wrong": form.format(987654321),
-                "empty": "",
-                "cut off": args.max_response_length // 4 * "First, we ",
-            }
+            texts = {"wrong": form.format(987654321), "empty": ""}
+            texts |= {"cut off": args.max_response_length // 4 * "First, we "}
             texts |= {"many": " ".join([*others, answer, *others]), "right": form.format(answer)}
             ids = tokenizer([*texts.values()], add_special_tokens=False)["input_ids"]
             responses = [script.Response(x, [0.0] * len(x), x is ids[2]) for x in ids]
@@ -214,12 +209,15 @@ def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, 
         responses = script.generate(ours, [row["input_ids"] for row in some], uniforms, eos_ids, args.temperature)
         results += script.compute_scores(function, tokenizer, some, responses)
         scores = [result["score"] for result in results]
+    swapped = script.compute_scores(function, tokenizer, some[1:] + some[:1], responses)
+    for name in "score", *results[0]["parts"]:
+        here, there = [[(x | x["parts"])[name] for x in each] for each in (results, swapped)]
+        means = sum(here[-8:]) / 8, sum(there) / 8
+        said = f"{min(here):.4g} to {max(here):.4g}, mean {means[0]:.4g}, as answers to other prompts {means[1]:.4g}"
+        print(f"ok    {name} of {len(here)} answers of the model: {said}")
     last, cut = results[-1]["response"][-100:], sum(result["truncated"] for result in results)
-    print(f"ok    {len(scores)} answers of the model score {min(scores):.4g} to {max(scores):.4g}, {cut} have no EOS")
+    print(f"ok    {cut} of them have no EOS within {args.max_response_length} tokens")
     print(f"ok    one scores {scores[-1]:.4g}: {last!r} (the reference answer: {some[-1]['answers']!r:.100})")
-    for name in results[0]["parts"]:
-        part = [result["parts"][name] for result in results]
-        print(f"ok    part {name} of these: {min(part):.4g} to {max(part):.4g}")
     look(len({*scores}) < 2, "all of them score alike: where the answers to a prompt do, nothing is learned")
     (nothing,) = script.compute_scores(function, tokenizer, some[:1], [script.Response([], [], False)])
     look(nothing["score"] >= max(scores) > min(scores), "an empty answer scores as much as the best of these")

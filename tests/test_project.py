@@ -244,5 +244,5 @@ def test_plot_draws_runs_and_seeds(tmp_path, monkeypatch):
     panel = next(axis for axis in plt.gcf().axes if axis.get_title().startswith("form"))  # a part of the reward
     assert panel.get_ylim()[0] < -4 and [text.get_text() for text in plt.gcf().legends[0].texts] == ["run1", "run2"]
     table = load_benchmark("compare").make_table(ROOT / "benchmarks/results", ["run1", "ppo", "run2"])
-    found = [line in table for line in ("| run1 | 1 | 0.000 |", "| 32 | 2.000 |", "| lr | 1 |  | 2 |")]
+    found = [line in table for line in ("| run1 | 1 | 4 | 0.000 |", "| 32 | 2.000 |", "| lr | 1 |  | 2 |")]
     assert found == [True] * 3 and "group_size" not in table, table

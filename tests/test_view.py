@@ -115,7 +115,7 @@ def test_the_numbers_are_those_of_metrics_and_tensors(script, algo, toy_run, spy
                 expected = column[row][actions[-1][row]][t].item()
                 assert float(shown[t][name]) == pytest.approx(expected, rel=1e-4), name
     shown = page.locator("#list .row").first.inner_text()
-    assert "advantage " in shown and page.locator('.key [data-metric="distinct/greedy"]').count() == 1
+    assert "advantage\u00a0" in shown and page.locator('.key [data-metric="distinct/greedy"]').count() == 1
     page.locator(".panel svg").first.click(position={"x": 50, "y": 50})
     assert page.locator("#now").inner_text() == "Iteration 0 of 2"  # where the curve was clicked
     page.keyboard.press("ArrowRight")
