@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py runs to its end and reports what failed, here without a GPU; its numbers mean nothing there."""
+"""benchmarks/gpu.py runs to its end, here without a GPU; its numbers mean nothing there."""
 
 import sys
 from types import SimpleNamespace
@@ -9,15 +9,6 @@ from test_project import check_flags, load_benchmark
 
 gpu = load_benchmark("gpu")
 CARD = {"card": "Card 24", "GPUs": 1, "GB": 25.4, "dtype": "bfloat16", "peft": "1", "torch": "2"}
-
-
-def call(folder, *words):
-    """(exit status, README.md, rows of rows.jsonl)"""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as leaving:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        patch.setattr(sys, "argv", ["gpu.py", "--small", "--out", str(folder), *words])
-        gpu.main()
-    return leaving.value.code, (folder / "README.md").read_text(), read_rows(folder / "rows.jsonl")
 
 
 def test_the_scripts_take_the_flags_of_the_large_model(monkeypatch, tmp_path):
@@ -38,9 +29,14 @@ def test_the_scripts_take_the_flags_of_the_large_model(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_what_can_be_trusted_runs_in_a_tiny_shape(tmp_path):
-    code, _, rows = call(tmp_path, "--steps", "lora", "grpo_llm_fsdp", "graphs", "trust", "agreement")
+    words = f"--small --out {tmp_path} --steps lora grpo_llm_fsdp graphs trust agreement".split()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as leaving:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setattr(sys, "argv", ["gpu.py", *words])
+        gpu.main()
+    rows = read_rows(tmp_path / "rows.jsonl")
     found = {row["step"]: row for row in rows}
-    assert code is False and {row["result"] for row in rows} == {"ok"}, rows
+    assert leaving.value.code is False and {row["result"] for row in rows} == {"ok"}, rows
     assert list(found) == ["lora", "grpo_llm_fsdp", "graphs", "resume", "float32", "bfloat16", "float16", "agreement"]
     assert found["resume"]["equal iterations"] == "4 of 4"
     assert found["agreement"]["actor/grad_norm, largest relative difference"] < 1e-4

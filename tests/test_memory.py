@@ -40,8 +40,7 @@ def test_a_block_saves_the_activations_of_the_formula(bf16, fused):
 
 
 SMALL = {"bf16": False, "length": 56, "response_length": 16, "microbatches": 1}
-QWEN = {"bf16": False, "checkpointing": True, "length": 72, "response_length": 32, "microbatches": 1}
-QWEN |= {"tokens": 288, "rows": 4}
+QWEN = SMALL | {"checkpointing": True, "length": 72, "response_length": 32, "tokens": 288, "rows": 4}
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def mine(body, names=""):
 NUMBERS = '{"question": "a", "answer": 72}\n{"question": "a", "answer": 0.5}\n'
 CHAT = '[{"question": [{"role": "user", "content": "a"}], "answer": 7}]'
 NO_TURN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
-MINE, T = "--reward mine.py:reward", "--chat-template t.jinja"
+BITS, T, MINE = {"quant_method": "bitsandbytes"}, "--chat-template t.jinja", "--reward mine.py:reward"
 CASES = {  # what is changed in the folder, flags, words that must be said
     "model": (None, "--model ./none", "stop: --model ./none is not there"),
     "template": (lambda: write("t.jinja", "{{ raise_exception('no') }}"), T, "train.jsonl, row 1"),
@@ -122,6 +122,8 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "no template": (lambda: write("c.json", CHAT), "--dataset c.json", "look: no chat template: the prompts' messages"),
     "leak": (None, "--eval-dataset train.jsonl", "look: 8 of the test prompts are training prompts"),
     "left out": (None, "--max-prompt-length 13", "look: most rows of train.jsonl are left out"),
+    "4 bits": (lambda: change("model/config.json", quantization_config=BITS), "", "stop: model is quantised"),
+    "special": (lambda: write("c.json", CHAT.replace('"a"', '"<eos>a"')), "--dataset c.json", "look: prompts contain"),
     "penalty": (lambda: change("model/generation_config.json", repetition_penalty=1.1), "", "look: final/ will bring"),
     "digit": (lambda: change("model/generation_config.json", eos_token_id=[1, 9]), "", "look: EOS ids [9] are ordin"),
     "fsdp": (lambda: write("accelerate.yaml", "distributed_type: FSDP"), "", "asks for ['FSDP']"),
