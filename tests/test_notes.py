@@ -76,7 +76,7 @@ def test_numbers_are_those_of_their_files():
     text = "".join(path.read_text() for path in PAGES)
     for metric, *ranges in re.findall(r"(?m)^\| `(\w+/(?!kl`)\w+)` \| (\S+…\S+) \| (\S*) \|", text):  # in 9.2
         text += "".join(f"{x}<!-- {file} {metric} -->" for x, file in zip(ranges, ("ppo.csv", "grpo.csv")) if x)
-    found = re.findall(rf"{NUMBER}(?:(?: to |…){NUMBER})?(%?)<!-- (\S+\.csv) (\S+) ?(\d*) -->", text)
+    found = re.findall(rf"{NUMBER}(?:(?:\sto\s|…){NUMBER})?(%?)<!--\s(\S+\.csv)\s(\S+)\s?(\d*)\s-->", text)
     for *shown, percent, file, metric, step in found:
         runs = plot.read_runs(ROOT / "benchmarks" / "results" / file)
         values = [row[metric] for run in runs for row in run if metric in row and step in ("", str(int(row["step"])))]
