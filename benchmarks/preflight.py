@@ -59,9 +59,12 @@ def flags(run, path, words, processes):
     slow = args.lora_rank and args.lr < 1e-5
     look(slow, f"--lora-rank with --lr {args.lr}: LoRA needs about ten times the usual rate")
     script.start_processes(args)  # refuses other flags
-    unit = processes * getattr(args, "group_size", 1)
-    stop(args.minibatch_size % unit, f"--minibatch-size must be a multiple of {unit}, --group-size times processes")
+    odd = args.minibatch_size % (processes * getattr(args, "group_size", 1))
+    stop(odd, "--minibatch-size must be a multiple of --group-size times --num-processes")
     run_dir, checkpoint = script.find_run(args)
+    old = json.loads((run_dir / "args.json").read_text()) | {"resume": True} if checkpoint else {}
+    changed = [f"{name} {old[name]} -> {x}" for name, x in vars(args).items() if old.get(name, x) != x]
+    look(changed, f"changed since the run was last started, which no checkpoint refuses: {', '.join(changed)}")
     print(f"ok    {path.name} on {sys.platform}, {processes} process(es); {run_dir}, from {checkpoint or 'its start'}")
 
 
@@ -212,12 +215,11 @@ def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, 
     swapped = script.compute_scores(function, tokenizer, some[1:] + some[:1], responses)
     for name in "score", *results[0]["parts"]:
         here, there = [[(x | x["parts"])[name] for x in each] for each in (results, swapped)]
-        means = sum(here[-8:]) / 8, sum(there) / 8
-        said = f"{min(here):.4g} to {max(here):.4g}, mean {means[0]:.4g}, as answers to other prompts {means[1]:.4g}"
-        print(f"ok    {name} of {len(here)} answers of the model: {said}")
-    last, cut = results[-1]["response"][-100:], sum(result["truncated"] for result in results)
-    print(f"ok    {cut} of them have no EOS within {args.max_response_length} tokens")
-    print(f"ok    one scores {scores[-1]:.4g}: {last!r} (the reference answer: {some[-1]['answers']!r:.100})")
+        said = f"mean {sum(here[-8:]) / 8:.4g}, as answers to other prompts {sum(there) / 8:.4g}"
+        print(f"ok    {name} of {len(here)} answers of the model: {min(here):.4g} to {max(here):.4g}, {said}")
+    cut, last = sum(result["truncated"] for result in results), results[-1]["response"][-100:]
+    print(f"ok    {cut} have no EOS within {args.max_response_length} tokens; one scores {scores[-1]:.4g}: {last!r}")
+    print(f"ok    the reference answer to that one is {some[-1]['answers']!r:.100}")
     look(len({*scores}) < 2, "all of them score alike: where the answers to a prompt do, nothing is learned")
     (nothing,) = script.compute_scores(function, tokenizer, some[:1], [script.Response([], [], False)])
     look(nothing["score"] >= max(scores) > min(scores), "an empty answer scores as much as the best of these")

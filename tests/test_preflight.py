@@ -72,6 +72,11 @@ def normalizer():
     change("model/tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
 
 
+def resumed():
+    Path("runs/one/checkpoints/step_000001").mkdir(parents=True)
+    write("runs/one/args.json", '{"model": "other"}')
+
+
 def mine(body, names=""):
     return lambda: write("mine.py", REWARD.format(names, body))
 
@@ -111,7 +116,8 @@ CASES = {  # what is changed in the folder, flags, words that must be said
         MINE,
         "look: `right` scores 1 alone",
     ),
-    "batch": (None, "--num-processes 3", "stop: --minibatch-size must be a multiple of 3"),
+    "resumed": (resumed, "--run-name one --resume", "no checkpoint refuses: model other -> model\n"),
+    "batch": (None, "--num-processes 3", "stop: --minibatch-size must be a multiple of"),
     "empty": (mine("[-r.count('q') for r in responses]"), MINE, "look: an empty answer scores as much as the best"),
     "LoRA": (None, "--lora-rank 2", "look: --lora-rank with --lr 1e-06"),
     "comma": (

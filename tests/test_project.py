@@ -210,11 +210,8 @@ def check_flags(script, flags, num_processes=2):
     return args
 
 
-def test_the_front_door_is_short():
+def test_the_front_door_is_short_and_tags_lead_to_sections():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
-
-
-def test_tags_lead_to_sections_that_are_there():
     notes = "".join(path.read_text() for path in (ROOT / "notes").glob("*.md"))
     tags = {tag for script in CEILINGS for tag in re.findall(r"#[^\n]*\[(\d+\.\d+)\]", read_script(script))}
     assert tags <= {*re.findall(r"(?m)^## (\d+\.\d+)\b", notes)} and len(tags) >= 20
