@@ -64,7 +64,7 @@ def flags(run, path, words, processes):
     run_dir, checkpoint = script.find_run(args)
     old = json.loads((run_dir / "args.json").read_text()) | {"resume": True} if checkpoint else {}
     changed = [f"{name} {old[name]} -> {x}" for name, x in vars(args).items() if old.get(name, x) != x]
-    look(changed, f"changed since the run was last started, which no checkpoint refuses: {', '.join(changed)}")
+    look(changed, f"changed since the run was last started: {', '.join(changed)}")
     print(f"ok    {path.name} on {sys.platform}, {processes} process(es); {run_dir}, from {checkpoint or 'its start'}")
 
 
