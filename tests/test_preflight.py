@@ -116,11 +116,7 @@ CASES = {  # what is changed in the folder, flags, words that must be said
         MINE,
         "look: `right` scores 1 alone",
     ),
-    "resumed": (
-        resumed,
-        "--run-name one --resume",
-        "look: changed since the run was last started: model other -> model\n",
-    ),
+    "resumed": (resumed, "--run-name one --resume", "look: changed since the run was last started: model other"),
     "batch": (None, "--num-processes 3", "stop: --minibatch-size must be a multiple of"),
     "empty": (mine("[-r.count('q') for r in responses]"), MINE, "look: an empty answer scores as much as the best"),
     "LoRA": (None, "--lora-rank 2", "look: --lora-rank with --lr 1e-06"),
