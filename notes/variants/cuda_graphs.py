@@ -148,8 +148,8 @@ class RolloutCache(transformers.StaticCache):
         layers = zip(self.layers, self.is_sliding)
         self.layers = [StaticLayer(width) if sliding else layer for layer, sliding in layers]
 
-    def update(self, keys, values, *args):
-        memory = super().update(keys.to(values.dtype), values, *args)  # under autocast, rotary embedding makes float32
+    def update(self, keys, values, *args, **options):
+        memory = super().update(keys.to(values.dtype), values, *args, **options)  # autocast: rotary keys are float32
         return memory if keys.shape[2] == 1 else (keys, values)
 
     def get_mask_sizes(self, query_length, layer):
