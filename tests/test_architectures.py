@@ -207,11 +207,12 @@ def compare_pass(algo, folder):
 
 @torch.no_grad()
 def compare_greedy(algo, folder):
-    """Our `generate` chooses as transformers' own does, each prompt of theirs alone, and so does cuda_graphs.py with
-    its static cache. (Its graphs need a GPU.)"""
+    """Our `generate` chooses as transformers' own does, each prompt of theirs alone and here one of them twice, and so
+    does cuda_graphs.py with its static cache. (Its graphs need a GPU.)"""
     model = algo.load_model(str(folder), AutoModelForCausalLM).eval()
     stream = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(9, 300, (length,), generator=stream).tolist() for length in (4, 23, 11)]
+    first, *rest = [torch.randint(9, 300, (length,), generator=stream).tolist() for length in (4, 23, 11)]
+    prompts = [first, first, *rest]  # grpo_llm.py reads a group once
     uniforms = torch.zeros(len(prompts), 12, dtype=torch.float64)
     responses = algo.generate(model, prompts, uniforms, EOS, 0)
     cuda_graphs.script = SimpleNamespace(**vars(algo), own_generate=algo.generate)
@@ -225,7 +226,7 @@ def compare_greedy(algo, folder):
 
 @torch.no_grad()
 def compare_reloaded(ppo, run_dir):
-    """What a run of PPO has saved loads again, by the script and by the plain class, and says the same."""
+    """What a run has saved loads again, by the script and by the plain class, and says the same."""
     tokens = torch.arange(9, 19)[None]
     mask = tokens < 18
     plain = AutoModelForCausalLM.from_pretrained(run_dir / "final").eval()
@@ -237,10 +238,10 @@ def compare_reloaded(ppo, run_dir):
     assert (logprobs[0, :-1] + losses).abs().max() < 1e-3 and values.abs().sum() > 0
 
 
-@each_script("ppo_llm", "grpo_llm")
 @pytest.mark.parametrize("name", families(FAST))
 def test_a_family_is_right_or_refused(algo, name, folder_of, train_flags):
-    """Each pass as each row alone, greedy answers as transformers', and sampler and training pass alike in a run."""
+    """Each pass as each row alone, greedy answers as transformers', sampler and training pass alike in a run, and what
+    it has saved loads."""
     folder = folder_of(name)
     flags = train_flags | {"model": str(folder)}
     if name in REFUSED:
@@ -252,8 +253,14 @@ def test_a_family_is_right_or_refused(algo, name, folder_of, train_flags):
     run_dir = run_main(algo, flags)
     most = 1e-3 if name in APART else 2e-5 if name.startswith("qwen3_5") else 1e-5
     assert largest_difference(run_dir) < most
-    if hasattr(algo, "load_critic"):
-        compare_reloaded(algo, run_dir)
+    compare_reloaded(algo, run_dir)
+
+
+@each_script("grpo_llm")
+@pytest.mark.parametrize("name", families(FAST, [name for name in FAMILIES if name not in REFUSED]))
+def test_a_family_samples_in_groups(algo, name, folder_of):
+    """All that is GRPO's own about a family: the cache of a group's one prefill."""
+    compare_greedy(algo, folder_of(name))
 
 
 def test_a_capture_that_fails_begins_the_rollout_anew(algo, tiny_model, monkeypatch):
@@ -339,7 +346,7 @@ def test_two_passes_of_training_are_the_same(algo, tmp_path, name, noise):
 def test_what_reads_images_is_saved_unchanged(script, folder_of, train_flags, tmp_path):
     """By two processes, to whose sum it has nothing to add. In bfloat16: frozen as it is, it stays float32."""
     folder = folder_of("gemma3")
-    code, console = forked(script, train_flags | {"model": str(folder), "dtype": "bfloat16"})
+    code, console = forked(script, train_flags | {"model": str(folder), "dtype": "bfloat16", "total_iterations": 1})
     assert code == 0, console
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "run" / "final"))
     tower = {name for name in before if "vision" in name or "projector" in name}

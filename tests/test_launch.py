@@ -165,15 +165,8 @@ REAL |= {"temperature": 1.0, "gamma": 1.0, "lam": 1.0, "clip_low": 0.2, "clip_hi
 REAL |= {"max_grad_norm": 1.0, "kl_reward_coef": 0.001, "seed": 1, "eval_rows": 512, "eval_every": 20, "save_every": 10}
 REAL["keep_checkpoints"] = 2
 GRPO = {"batch_size": 32, "group_size": 8, "kl_reward_coef": 0, "kl_loss_coef": 0.001}
-OURS = {"rollout_batch_size": 128, "eval_every": 10}
-OURS |= {
-    "max_response_length": 64,
-    "total_iterations": 20,
-    "microbatch_tokens": 1024,
-    "prompt_suffix": "",
-    "lr": 1.5e-4,
-}
-OURS |= {"critic_lr": 1e-3, "lam": 0.95}
+OURS = {"rollout_batch_size": 128, "eval_every": 10, "max_response_length": 64, "total_iterations": 20}
+OURS |= {"microbatch_tokens": 1024, "prompt_suffix": "", "lr": 1.5e-4, "critic_lr": 1e-3, "lam": 0.95}
 
 
 @each_script()

@@ -5,7 +5,9 @@ What the scripts share to the byte is tried with the first; grpo_llm.py's own: t
 
 import math
 import re
+import sys
 from dataclasses import fields
+from unittest import mock
 
 import pytest
 import torch
@@ -321,6 +323,18 @@ def test_flags_that_do_not_go_together(script, toy_run, monkeypatch, tmp_path):
     monkeypatch.setattr(tracking, "_available_trackers", ["tensorboard"])
     refused(lambda: toy_run(track="wandb"), "--track wandb needs a package", "pip install wandb")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_gets_a_run_and_its_metrics(toy_run, monkeypatch):
+    """By the name of the folder, with the flags. A stub stands in for the package."""
+    wandb = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(tracking, "_available_trackers", [tracking.LoggerType.WANDB])
+    run_dir, metrics = toy_run(track="wandb")
+    ((_, options),) = wandb.init.call_args_list
+    assert options["project"] == "ppo_llm" and options["name"] == run_dir.name and options["config"]["lr"] == 1e-3
+    logged = [(call.kwargs["step"], call.args[0]) for call in wandb.init.return_value.log.call_args_list]
+    assert logged[1:] == [(m["step"], {k: x for k, x in m.items() if k != "step"}) for m in metrics]
 
 
 def test_models_that_cannot_be_trained(toy_run, tmp_path):

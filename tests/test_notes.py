@@ -30,7 +30,10 @@ def prose(path):
     return re.sub(r"(?ms)^```.*?^```$", "", path.read_text())
 
 
-@pytest.mark.parametrize("path", NOTES, ids=lambda path: path.stem)
+LONG = {path: pytest.mark.slow for path in NOTES if path.stem in ("01-ppo", "06-policies")}  # they train
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=LONG.get(path, ())) for path in NOTES])
 def test_blocks_of_the_notes_run_and_print_what_is_shown(path):
     ranks.run_ranks(1, run_blocks, str(path))
 

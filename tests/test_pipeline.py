@@ -67,7 +67,7 @@ def test_the_losses_by_hand_on_three_rows(tmp_path, run):
         assert last["eval/loss"] == pytest.approx(-logsigmoid(margins).mean().item(), abs=1e-5) and last["loss"] < 0.6
 
 
-@pytest.mark.parametrize("flags", [None, {}, {"dpo_beta": 0.3, "lora_rank": 2}])
+@pytest.mark.parametrize("flags", [None, {"dpo_beta": 0.3, "lora_rank": 2}])
 def test_one_process_and_two_agree(run, flags):
     """In their numbers and in the models they save."""
     name = "sft" if flags is None else "preferences"

@@ -169,17 +169,15 @@ def test_gradients_add_up(script, algo):
 # ---------------------------------------------------------------------------------------------------------- sharded
 
 ALL = {"offload": True, "gradient_checkpointing": True}
-SHARDED_ROLLOUT = (ADAM | {"rollout_params": "sharded"}, {})
 SHARDED = {
     "sgd": SGD_FIXED,
     "lora": LORA,
     "copies": (FIXED | ALL | {"shard_group_size": 1}, SGD_FIXED[1]),
-    "sharded rollout": SHARDED_ROLLOUT,
 }
 BY_FOUR = {
     "pairs": (FIXED | ALL | {"shard_group_size": 2}, SGD_FIXED[1]),
     "sampled": SAMPLED,
-    "sharded rollout": SHARDED_ROLLOUT,
+    "sharded rollout": (ADAM | {"rollout_params": "sharded"}, {}),
 }
 
 

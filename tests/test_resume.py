@@ -27,8 +27,8 @@ RUN |= {"eval_every": 2, "eval_rows": 3, "kl_reward_coef": 0.1, "warmup_iteratio
 PPO = {"batch_size": 4, "minibatch_size": 4, "critic_lr": 1e-2, "critic_warmup_iterations": 4}  # only a critic yet
 GRPO = {"batch_size": 2, "minibatch_size": 4, "group_size": 2}
 LORA = PPO | {"lora_rank": 4, "critic_warmup_iterations": 1}
-CASES = [("ppo_llm", PPO, False), ("grpo_llm", GRPO | {"lora_rank": 4}, False), ("ppo_llm_fsdp", PPO, False)]
-SLOW = [("ppo_llm_fsdp", LORA, False), ("grpo_llm", GRPO, True)]
+CASES = [("ppo_llm", PPO, False), ("ppo_llm_fsdp", PPO, False)]
+SLOW = [("grpo_llm", GRPO | {"lora_rank": 4}, False), ("ppo_llm_fsdp", LORA, False), ("grpo_llm", GRPO, True)]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
@@ -398,7 +398,7 @@ def ranks_of(launchers):
     return ranks
 
 
-VICTIMS = [("ppo_llm", "worker"), ("ppo_llm_fsdp", "worker"), ("grpo_llm", "machine")]
+VICTIMS = [("ppo_llm_fsdp", "worker"), ("grpo_llm", "machine")]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, load_script, read_metrics
 from test_project import code_numbers
 
-BATCH, MINIBATCH, ITERATIONS = 16, 4, 2
+BATCH, MINIBATCH, ITERATIONS = 8, 2, 2
 FLAGS = {"batch_size": BATCH, "minibatch_size": MINIBATCH, "total_iterations": ITERATIONS, "max_response_length": 40}
 FLAGS |= {"eval_rows": 0, "save_every": 0, "track": "none", "run_name": "run"}
 

@@ -186,21 +186,16 @@ def train_by_two(texts, flags, folder):
     return dict(zip(texts, map(read_metrics, run_dirs)))
 
 
-def check_metrics(found, dtype):
-    """All are numbers, and the sampler agrees with the training pass."""
-    for name, metrics in found.items():
-        assert len(metrics) == 2 and all(torch.tensor(list(m.values())).isfinite().all() for m in metrics), name
-        limit = 0.1 if dtype == "bfloat16" else 0.01 if name == "fp16" else 1e-5
-        assert "actor/grad_norm" in metrics[1] and metrics[1]["rollout/logprob_diff"] < limit, name
-
-
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["ppo_llm.py", "grpo_llm.py"])
-def test_each_variant_trains_on_two_ranks(script, dtype, folder):
-    """An iteration with an evaluation before and after it, of all variants but `vllm` (test_vllm.py)."""
+def test_each_variant_trains_on_two_ranks(script, folder):
+    """An iteration with an evaluation before and after it, of all variants but `vllm` (test_vllm.py), in bfloat16. In
+    float32 each one's own test trains it."""
     names = [name for name in NAMES if script_of(name).name == script and name != "vllm"]
-    flags = {name: {"dtype": dtype} | flags_of(folder, name, total_iterations=1, eval_rows=3) for name in names}
-    check_metrics(train_by_two({name: variants.patched(name) for name in names}, flags, folder), dtype)
+    flags = {name: {"dtype": "bfloat16"} | flags_of(folder, name, total_iterations=1, eval_rows=3) for name in names}
+    for name, metrics in train_by_two({name: variants.patched(name) for name in names}, flags, folder).items():
+        assert len(metrics) == 2 and all(torch.tensor(list(m.values())).isfinite().all() for m in metrics), name
+        assert "actor/grad_norm" in metrics[1] and metrics[1]["rollout/logprob_diff"] < 0.1, name
 
 
 # Those whose change crosses ranks or deals out rows, and how far metrics may be apart. Of one test row rank 1 has none.
@@ -228,18 +223,7 @@ BY_TWO = [
     ("muon", 1e-4, {}),
     ("vine", 1e-5, {"vine_step": "[a-m]"}),
 ]
-SHARDED = [
-    "dapo",
-    "distill",
-    "top_p",
-    "target_kl",
-    "pass_at_k",
-    "stale",
-    "entropy_tokens",
-    "mask_truncated",
-    "muon",
-    "vine",
-]
+SHARDED = ["dapo", "distill", "top_p", "target_kl", "stale", "muon", "vine"]
 
 
 CASES = [(*case, "replicated") for case in BY_TWO] + [(*case, "sharded") for case in BY_TWO if case[0] in SHARDED]
