@@ -1,7 +1,7 @@
-"""What does a run survive? kill -9 at random moments, and SIGTERM. tests/test_resume.py does some of it at small size.
+"""What does a run survive? kill -9 at random moments, and signals. tests/test_resume.py does some of it at small size.
 
     python benchmarks/campaigns/faults.py kills 50     kill -9 at random moments, then --resume: the same weights?
-    python benchmarks/campaigns/faults.py signals 8    SIGTERM at random moments on a busy machine, then --resume
+    python benchmarks/campaigns/faults.py signals 8    SIGTERM, SIGHUP at random moments, the machine busy, then --resume
 
 Each run has two processes on a CPU, the bundled model and small batches. The scripts take turns, together with the
 fourth one that they compose and, in `kills`, a variant that saves additional state; --scripts selects fewer. They are
@@ -137,7 +137,8 @@ def killed(run, rng, turn, seconds):
 
 
 def stopped(run, rng, turn, seconds):
-    """SIGTERM to the launcher, while two other processes keep the machine busy."""
+    """SIGTERM, then SIGHUP, to the launcher, while two other processes keep the machine busy."""
+    sent = (signal.SIGTERM, signal.SIGHUP)[turn % 2]
     spin = f"import os\nwhile os.getppid() == {os.getpid()}: pass"  # until this process has gone
     busy = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
     after = rng.randint(1, 8)
@@ -146,9 +147,9 @@ def stopped(run, rng, turn, seconds):
         assert run.launcher.poll() is None, run.said()[-3000:]
         time.sleep(0.02)
     time.sleep(rng.uniform(0, 2))
-    run.launcher.send_signal(signal.SIGTERM)
+    run.launcher.send_signal(sent)
     begin = time.monotonic()
-    row = {"exit code": run.wait(300), "seconds to the end": f"{time.monotonic() - begin:.1f}"}
+    row = {"signal": sent.name, "exit code": run.wait(300), "seconds to the end": f"{time.monotonic() - begin:.1f}"}
     for process in busy:
         process.kill()
     checkpoints = sorted(path.name for path in (run.path / "checkpoints").glob("step_*"))
