@@ -4,13 +4,15 @@
 
 It trains for three small iterations, with the bundled model unless --flags names another: on `one` process; on `two`;
 `resumed` on one from the checkpoint of those after two iterations; in bfloat16, where the script itself stops a sampler
-that is off; with --shards merged with the sharded script. Two that print nothing for a minute are ended.
+that is off; with --shards merged with the sharded script. Two that print nothing for a minute are ended. Last, the
+script itself: if it logs the same, --flags don't make the change act, and nothing of it was checked.
 """
 
 import argparse
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -39,6 +41,12 @@ def check(name, processes, script, flags):
         kl = max(row.get("rollout/kl", 0) for row in read_lines(script.parent / name / "metrics.jsonl"))
         print(f"it runs, KL of sampler and training pass {kl:.0e} at most")
         return False
+    if name == "plain":
+        rows, others = (read_lines(script.parent / run / "metrics.jsonl") for run in ("one", name))
+        names = {k for k in rows[-1].keys() & others[-1].keys() if not k.startswith(("time/", "memory/"))}
+        acts = any(a.get(k) != b.get(k) for a, b in zip(rows, others) for k in names)
+        print("other numbers: the change acts" if acts else "the same: with these flags, the change does nothing")
+        return False
     return compare_runs(script.parent / "one", script.parent / name, 1e-4) == 1
 
 
@@ -49,6 +57,7 @@ if __name__ == "__main__":
     parser.add_argument("--shards", action="store_true")
     args = parser.parse_args()
     text = args.copy.read_text()
+    base = variants.nearest(text)
     flags = shlex.split(FLAGS + "--group-size 4 " * ("group_size:" in text) + args.flags)
     os.environ["PYTHONPATH"] = str(args.copy.resolve().parent)  # what it imports
     with tempfile.TemporaryDirectory() as folder:
@@ -62,9 +71,15 @@ if __name__ == "__main__":
             failed = check("resumed", 1, script, flags)
         failed |= check("bfloat16", 1, script, [*flags, *HALF])
         if args.shards:
-            base = variants.nearest(text)
             on = find_script(base.replace(".py", "_fsdp"), script.parent).read_text()
             text, _ = variants.merged(on, (ROOT / base).read_text(), text)
             script.write_text(variants.keep_insertions(text)[0])
             failed |= check("sharded", 2, script, flags)
+        if base:  # it isn't a file that imports the script
+            plain, words = Path(shutil.copy(ROOT / base, Path(folder, f"plain_{base}"))), []
+            for word in flags:  # those that this script has, too
+                if word.startswith("--"):
+                    known = f"\n    {word[2:].replace('-', '_')}: " in plain.read_text()
+                words += [word] * known
+            check("plain", 1, plain, words)
     sys.exit(failed)

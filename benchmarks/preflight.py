@@ -53,11 +53,12 @@ def flags(run, path, words, processes):
     stop(asked, f"accelerate's configuration asks for {asked}, which no script uses: launch with --multi_gpu")
     sys.path.insert(0, str(path.resolve().parent))
     script = run.script = importlib.import_module(path.stem)
+    if stop(not hasattr(script, "generate"), f"{path.name} doesn't sample: this is for scripts that do"):
+        return
     sys.argv = [path.name, *words]
     args = run.args = script.parse_args()
     stop(args.lora_rank and not importlib.util.find_spec("peft"), "--lora-rank needs peft: pip install peft")
-    slow = args.lora_rank and args.lr < 1e-5
-    look(slow, f"--lora-rank with --lr {args.lr}: LoRA needs about ten times the usual rate")
+    look(args.lora_rank and args.lr < 1e-5, f"--lora-rank with --lr {args.lr}: LoRA needs ten times the usual rate")
     script.start_processes(args)  # refuses other flags
     odd = args.minibatch_size % (processes * getattr(args, "group_size", 1))
     stop(odd, "--minibatch-size must be a multiple of --group-size times --num-processes")
@@ -140,8 +141,7 @@ def data(run, args, script, processes, model, shell, tokenizer, templated, datas
                 sys.exit(f"{source}, row {template.call_count}: {type(error).__name__}: {error}")
         setattr(run, name, rows)
         print("ok   " if rows else "look:", said)
-        few = part and 2 * len(rows) < min(len(part), 20_000)
-        look(few, f"most rows of {source} are left out: too long for --max-prompt-length, or empty")
+        look(part and 2 * len(rows) < min(len(part), 20_000), f"most rows of {source} are left out: empty, too long")
     print(f"ok    the first prompt: {run.rows[0]['prompts'][:60]!r} ... {run.rows[0]['prompts'][-90:]!r}")
     look(run.rows[0]["input_ids"][:2] == [tokenizer.bos_token_id] * 2, "prompts begin with two BOS tokens")
     bare = run.rows[0]["is_chat"] and not templated

@@ -148,9 +148,6 @@ def make_trainer(task, record, config, callbacks):
         max_steps=task["steps"] * task["iterations"],
         beta=BETA,
         loss_type="grpo",
-        use_transformers_continuous_batching=task["continuous"],
-        # On a CPU the engine would size its cache by the memory of the machine, in each process.
-        transformers_continuous_batching_config={"page_size": 32, "num_blocks": 512, "max_batch_tokens": 2048},
         **config,
     )
     trainer = trl.GRPOTrainer(
@@ -165,10 +162,10 @@ def make_trainer(task, record, config, callbacks):
     return trainer
 
 
-def run_trl(python, task, folder, continuous=False):
+def run_trl(python, task, folder):
     """As run_ours, by TRL in that environment."""
     place = folder / f"task-{time.time_ns()}.json"
-    place.write_text(json.dumps(task | {"continuous": continuous}))
+    place.write_text(json.dumps(task))
     command = common.launcher(2, Path(__file__).resolve(), "inside", place, python=python)
     try:
         common.run(command, HF_HUB_OFFLINE="1")
@@ -212,7 +209,6 @@ def iteration(args, folder):
             runs[f"{ours}, {name}"] = functools.partial(run_ours, script, flags, task, folder, path.parent)
     if args.trl:
         runs["GRPO TRL"] = functools.partial(run_trl, args.trl, task, folder)
-        runs["GRPO TRL, continuous batching"] = functools.partial(run_trl, args.trl, task, folder, continuous=True)
     take_turns("iteration", runs, args, steps=args.steps)
 
 

@@ -120,11 +120,8 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "batch": (None, "--num-processes 3", "stop: --minibatch-size must be a multiple of"),
     "empty": (mine("[-r.count('q') for r in responses]"), MINE, "look: an empty answer scores as much as the best"),
     "LoRA": (None, "--lora-rank 2", "look: --lora-rank with --lr 1e-06"),
-    "comma": (
-        lambda: write("c.csv", "question,answer\na, b?,72\nc,3\n"),
-        "--dataset c.csv",
-        "stop: c.csv has 2 columns",
-    ),
+    "sft": (None, f"--script {ROOT}/notes/variants/sft.py", "stop: sft.py doesn't sample"),
+    "comma": (lambda: write("c.csv", "question,answer\na, b?,72\nc,3\n"), "--dataset c.csv", "c.csv has 2 columns"),
     "no template": (lambda: write("c.json", CHAT), "--dataset c.json", "look: no chat template: the prompts' messages"),
     "leak": (None, "--eval-dataset train.jsonl", "look: 8 of the test prompts are training prompts"),
     "left out": (None, "--max-prompt-length 13", "look: most rows of train.jsonl are left out"),

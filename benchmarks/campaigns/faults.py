@@ -1,7 +1,7 @@
 """What does a run survive? kill -9 at random moments, and signals. tests/test_resume.py does some of it at small size.
 
     python benchmarks/campaigns/faults.py kills 50     kill -9 at random moments, then --resume: the same weights?
-    python benchmarks/campaigns/faults.py signals 8    SIGTERM, SIGHUP at random moments, the machine busy, then --resume
+    python benchmarks/campaigns/faults.py signals 8    SIGTERM, SIGHUP in turn on a busy machine, then --resume
 
 Each run has two processes on a CPU, the bundled model and small batches. The scripts take turns, together with the
 fourth one that they compose and, in `kills`, a variant that saves additional state; --scripts selects fewer. They are
