@@ -311,7 +311,7 @@ def main(args: Args):
 
         # 3. Log-probs under the policy that sampled and under the reference, computed by the training forward pass. The
         # sampler's own log-probs differ from these by rounding, which has no direction and so next to no KL: 1e-12 in
-        # float32, 3e-3 in bfloat16. More means a wrong mask, other weights, or logits that only one of the two scales.
+        # float32, 1e-3 in bfloat16. More means a wrong mask, other weights, or logits that only one of the two scales.
         old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
         token_kl = kl_penalty(rollout_logprobs, old_logprobs, "k3")  # (B,L)
         # [6.7] (B,) per token; in a short response, a single token would count too much
