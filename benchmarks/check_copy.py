@@ -1,4 +1,4 @@
-"""Does a copy of a script compute the same on one process and on two, and after a restart? It takes two minutes.
+"""Does a copy of a script compute the same on one process and on two, and after a restart? In two to five minutes.
 
     python benchmarks/check_copy.py my_grpo.py --flags "--staleness 2" --shards
 
@@ -45,9 +45,14 @@ def check(name, processes, script, flags):
         rows, others = (read_lines(script.parent / run / "metrics.jsonl") for run in ("one", name))
         names = {k for k in rows[-1].keys() & others[-1].keys() if not k.startswith(("time/", "memory/"))}
         acts = any(a.get(k) != b.get(k) for a, b in zip(rows, others) for k in names)
-        print("other numbers: the change acts" if acts else "the same: with these flags, the change does nothing")
+        still = [k for k in rows[-1].keys() - others[-1].keys() if len({row[k] for row in rows if k in row}) == 1]
+        said = "other numbers: the change acts" if acts else "the same: with these flags, the change does nothing"
+        print(said, *(f"{name} never changed" for name in still), sep="; ")
         return False
-    return compare_runs(script.parent / "one", script.parent / name, 1e-4) == 1
+    differs = compare_runs(script.parent / "one", script.parent / name, 1e-4) == 1
+    hint = "is something missing in `state`?" if name == "resumed" else "is something taken over one process's rows?"
+    print(f"    {hint}\n" * differs, end="")
+    return differs
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@
 Each seed is one launch of one process with one thread; except for rounding, the results do not depend on the number of
 processes. The sharded scripts need two: --processes 2 --jobs 1. The metrics go to benchmarks/results/NAME.csv, a row
 for each seed and iteration, with four significant digits; seeds that are there are not run again. At the end
-benchmarks/compare.py prints their means. Draw the csv with benchmarks/plot.py. Times are those of a machine that does
-other things, too. If you interrupt it and start it again with the same script and flags, it continues from the
-checkpoints (and the seconds then cover only the rest).
+benchmarks/compare.py prints their means. Draw the csv with benchmarks/plot.py. Interrupted, and started again with the
+same script and flags, it continues from the checkpoints.
 """
 
 import argparse

@@ -5,13 +5,11 @@
     python benchmarks/speed.py scaling      two processes against one
     python benchmarks/speed.py table        tables of everything measured so far
 
-TRL needs an environment of its own (`pip install trl`), in which this file runs, too; without --trl only ours are
-measured. Beside its GRPOTrainer stands grpo_llm.py.
-
-All contenders take turns, round by round, on the bundled model and two processes. In a round, we take each contender's
-median over the iterations after the warm-up, and their ratios; the number we report is the median of these ratios over
-the rounds. Results are appended to benchmarks/results/speed/measured.jsonl, and `table` writes README.md next to it.
-Phases are timed from outside, by benchmarks/phases.py.
+TRL needs an environment of its own (`pip install trl`), in which this file runs, too. All contenders take turns, round
+by round, on the bundled model and two processes. In a round, we take each contender's median over the iterations after
+the warm-up, and their ratios; the number we report is the median of these ratios over the rounds. Results are appended
+to benchmarks/results/speed/measured.jsonl, and `table` writes README.md next to it. Phases are timed from outside, by
+benchmarks/phases.py.
 """
 
 import argparse
