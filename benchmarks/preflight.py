@@ -231,7 +231,7 @@ def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, 
     changed = ((logprobs - expected) * mask).abs().max()
     stop(not inexact <= 1e-5, f"sampler and training pass have a KL of {inexact:.2}: the run will be refused")
     stop(not changed <= 0.01, f"log-probs differ by {changed:.2} from those of {model} loaded without the script")
-    print(f"ok    KL from the sampler: {inexact:.0e}; log-probs differ by {changed:.0e} from the plain model's")
+    print(f"ok    KL from the sampler, float32: {inexact:.0e}; log-probs differ by {changed:.0e} from plain ones")
 
 
 def main(arguments=None):
