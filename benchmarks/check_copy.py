@@ -43,11 +43,11 @@ def check(name, processes, script, flags):
         return False
     if name == "plain":
         rows, others = (read_lines(script.parent / run / "metrics.jsonl") for run in ("one", name))
-        names = {k for k in rows[-1].keys() & others[-1].keys() if not k.startswith(("time/", "memory/"))}
-        acts = any(a.get(k) != b.get(k) for a, b in zip(rows, others) for k in names)
+        both = {k for k in rows[-1].keys() & others[-1].keys() if not k.startswith(("time/", "memory/"))}
+        acts = any(a.get(k) != b.get(k) for a, b in zip(rows, others) for k in both)
         still = [k for k in rows[-1].keys() - others[-1].keys() if len({row[k] for row in rows if k in row}) == 1]
         said = "other numbers: the change acts" if acts else "the same: with these flags, the change does nothing"
-        print(said, *(f"{name} never changed" for name in still), sep="; ")
+        print(said, *(f"{k} never changed" for k in still), sep="; ")
         return False
     differs = compare_runs(script.parent / "one", script.parent / name, 1e-4) == 1
     hint = "is something missing in `state`?" if name == "resumed" else "is something taken over one process's rows?"
@@ -84,7 +84,8 @@ if __name__ == "__main__":
             plain, words = Path(shutil.copy(ROOT / base, Path(folder, f"plain_{base}"))), []
             for word in flags:  # those that this script has, too
                 if word.startswith("--"):
-                    known = f"\n    {word[2:].replace('-', '_')}: " in plain.read_text()
+                    flag = word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
+                    known = f"\n    {flag}: " in plain.read_text()
                 words += [word] * known
             check("plain", 1, plain, words)
     sys.exit(failed)

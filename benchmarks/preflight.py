@@ -141,7 +141,7 @@ def data(run, args, script, processes, model, shell, tokenizer, templated, datas
                 sys.exit(f"{source}, row {template.call_count}: {type(error).__name__}: {error}")
         setattr(run, name, rows)
         print("ok   " if rows else "look:", said)
-        look(part and 2 * len(rows) < min(len(part), 20_000), f"most rows of {source} are left out: empty, too long")
+        look(part and 2 * len(rows) < min(len(part), 20_000), f"most rows of {source} are left out: long or empty")
     print(f"ok    the first prompt: {run.rows[0]['prompts'][:60]!r} ... {run.rows[0]['prompts'][-90:]!r}")
     look(run.rows[0]["input_ids"][:2] == [tokenizer.bos_token_id] * 2, "prompts begin with two BOS tokens")
     bare = run.rows[0]["is_chat"] and not templated

@@ -8,8 +8,7 @@
 TRL needs an environment of its own (`pip install trl`), in which this file runs, too. All contenders take turns, round
 by round, on the bundled model and two processes. In a round, we take each contender's median over the iterations after
 the warm-up, and their ratios; the number we report is the median of these ratios over the rounds. Results are appended
-to benchmarks/results/speed/measured.jsonl, and `table` writes README.md next to it. Phases are timed from outside, by
-benchmarks/phases.py.
+to benchmarks/results/speed/measured.jsonl, and `table` writes README.md next to it. phases.py times the phases.
 """
 
 import argparse
