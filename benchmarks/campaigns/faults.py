@@ -93,12 +93,9 @@ class Run:
 
     def processes(self):
         """All but the launcher."""
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []  # a process that has just ended has none
-            if {self.name, str(self.path.parent)} <= {*words} and "launch" not in words:
-                found.append(process)
-        return found
+        mine = {self.name, str(self.path.parent)}
+        lines = [(p, p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]  # or it has just ended
+        return [process for process, words in lines if mine <= {*words} and "launch" not in words]
 
     def kill(self):
         """kill -9 for all processes, the launcher too."""
@@ -124,13 +121,14 @@ def kill(process):
 
 
 def killed(run, rng, turn, seconds):
-    """At a moment from FIRST to the end of an undisturbed run: one of the workers, or the launcher."""
-    victim, moment = ("worker", "launcher")[turn % 2], rng.uniform(FIRST, 1) * seconds
+    """At a moment from FIRST to the end of an undisturbed run: one of the workers, or all, as by a power failure."""
+    victim, moment = ("worker", "all")[turn % 2], rng.uniform(FIRST, 1) * seconds
     run.start()
     time.sleep(moment)
-    workers = run.processes()
-    kill(rng.choice(workers) if victim == "worker" and workers else run.launcher)
-    gone = run.until_gone(HANGS)
+    workers = run.processes() if victim == "worker" else []
+    if workers:
+        kill(rng.choice(workers))
+    gone = run.until_gone(HANGS if workers else 0)
     run.kill()
     row = {"victim": victim, "moment": moment, "lines": run.lines(), "saving": bool([*run.path.rglob("unfinished")])}
     return row | {"finished": (run.path / "final").exists(), "gone": gone}
