@@ -1,4 +1,4 @@
-"""Several ranks without a launcher, each forked from a server that has the libraries loaded: a start in no time.
+"""Several ranks without a launcher, each a fork of the process of the tests.
 
 `run_ranks(2, train, script, [run, ...])` trains with the script on two ranks and brings back what happened;
 `run_script(script, words)` runs it as `python script.py words` would, on two ranks: exit code, console.
@@ -17,7 +17,6 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -26,11 +25,8 @@ from accelerate.state import AcceleratorState, PartialState
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-# What is freed goes back to the system at once, so that the memory of a process is what it needs: read by the server.
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
-FORKS = multiprocessing.get_context("forkserver")
-PRELOAD = "conftest peft tyro typeguard torch.distributed.checkpoint torch.distributed.fsdp torch.utils.tensorboard"
-FORKS.set_forkserver_preload([*PRELOAD.split(), "transformers.models.llama.modeling_llama"])
+# A fork has the libraries loaded and starts in no time; where it isn't safe, on macOS, each rank loads them itself.
+FORKS = multiprocessing.get_context("fork" if sys.platform == "linux" else "forkserver")
 
 
 def load_script(path):
@@ -45,13 +41,13 @@ def load_script(path):
 
 def be_rank(rank, world, port, function, args, folder):
     log = os.open(f"{folder}/{rank}.txt", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for stream in 1, 2, sys.stdout.fileno(), sys.stderr.fileno():  # pytest's, to which loggers hold on, too
+        os.dup2(log, stream)
     if world > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in place.items()}
-    torch.set_num_threads(1)
+    AcceleratorState._reset_state(True)  # of the process of the tests
     code = 0
     try:
         torch.save(function(*args), f"{folder}/{rank}.pt")
@@ -81,9 +77,6 @@ def fork_ranks(world, function, *args, timeout=500, meanwhile=None):
     """function(*args), of a module that can be imported, on each of `world` ranks: exit codes, consoles, results.
     All end when one has failed, as under a launcher. meanwhile: called with the processes while they run."""
     port = free_port()
-    # Python 3.11's server ignores sys.path while it preloads: without `conftest`, each rank took 0.7 s to import it.
-    with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
-        multiprocessing.forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(world):
@@ -91,9 +84,8 @@ def fork_ranks(world, function, *args, timeout=500, meanwhile=None):
             processes[-1].start()
         deadline = time.monotonic() + timeout
         while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
-            if any(p.exitcode for p in processes):
-                time.sleep(1)  # the others may have something to say, too
-                break
+            if any(p.exitcode for p in processes):  # the others may have something to say, too
+                deadline = min(deadline, time.monotonic() + 1)
             if meanwhile:
                 meanwhile(processes)
             time.sleep(0.02)
@@ -200,6 +192,7 @@ def train(script, runs):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PartialState, "destroy_process_group", lambda *args: None)  # the next run needs it
+            patch.setattr(algo.time, "sleep", lambda seconds: None)  # the pause before that
             for name, spy in {"save_models": spy_save, "pack": spy_pack, "draw_prompts": spy_draw}.items():
                 patch.setattr(algo, name, spy)
             if "sgd" in options:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TINY, each_script, forked, read_metrics, run_main
+from helpers import ROOT, TINY, each_script, forked, read_metrics, run_main
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 

@@ -6,7 +6,7 @@ import re
 
 import datasets
 import pytest
-from conftest import make_model, make_tokenizer, read_rows, refusal, toy_rows, write_rows
+from helpers import make_model, make_tokenizer, read_rows, refusal, toy_rows, write_rows
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import each_script, make_model, make_tokenizer, untimed
+from helpers import each_script, make_model, make_tokenizer, untimed
 from ranks import load_script
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close

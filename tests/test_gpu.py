@@ -4,7 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import SCRIPTS, read_rows
+from helpers import SCRIPTS, read_rows
 from test_project import check_flags, load_benchmark
 
 gpu = load_benchmark("gpu")

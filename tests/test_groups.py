@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import path_of, refusal
+from helpers import path_of, refusal
 from ranks import load_script
 from test_forward import folder, model, noise  # noqa: F401
 from test_math import close

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import KL_LIMITS, ROOT, TINY, each_script, forked, launch, read_metrics, read_rows, refusal
+from helpers import KL_LIMITS, ROOT, TINY, each_script, forked, launch, read_metrics, read_rows, refusal
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModel, AutoModelForCausalLM

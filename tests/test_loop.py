@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import tracking
-from conftest import KL_LIMITS, each_script, make_model, read_metrics, read_rows, refusal, untimed
+from helpers import KL_LIMITS, each_script, make_model, read_metrics, read_rows, refusal, untimed
 from transformers import AutoModelForSequenceClassification
 
 PPO = "ppo_llm", "ppo_llm_fsdp"

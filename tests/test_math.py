@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import each_script
+from helpers import each_script
 
 B, T, MAX_LENGTH = 6, 7, 10
 MODES = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import memory
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, each_script, load_script, make_model
+from helpers import ROOT, SCRIPTS, each_script, load_script, make_model
 from memory import GIB, SHAPES, Shape, budget
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config

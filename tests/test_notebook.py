@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")

@@ -11,7 +11,7 @@ import pytest
 import ranks
 import refresh
 import torch
-from conftest import ROOT, SCRIPTS, each_script, load_script, make_model, run_main
+from helpers import ROOT, SCRIPTS, each_script, load_script, make_model, run_main
 from safetensors.torch import load_file
 from test_project import check_flags, load_benchmark
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import each_script
+from helpers import each_script
 from ranks import load_script, run_ranks, train, whole
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import AutoModel, AutoModelForCausalLM

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, forked, make_model, path_of, read_metrics, read_rows, refusal, run_main, write_rows
 from datasets import Dataset
+from helpers import ROOT, forked, make_model, path_of, read_metrics, read_rows, refusal, run_main, write_rows
 from ranks import load_script
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid

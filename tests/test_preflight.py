@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS, make_model, toy_rows, write_rows
+from helpers import ROOT, SCRIPTS, make_model, toy_rows, write_rows
 from transformers import AutoModelForCausalLM, PhimoeConfig
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

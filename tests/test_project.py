@@ -17,7 +17,7 @@ from dataclasses import fields
 import matplotlib.pyplot as plt
 import pytest
 import ranks
-from conftest import ROOT, ruff, write_rows
+from helpers import ROOT, ruff, write_rows
 from refresh import definitions
 
 # One sitting. A ceiling is never raised to let a feature in. A version that is released leaves AIR tokens free, which

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import KL_LIMITS, compose, each_script, make_model, path_of, untimed
+from helpers import KL_LIMITS, compose, each_script, make_model, path_of, untimed
 from ranks import fork_ranks, load_script, run_ranks, train
 from torch import nn
 from transformers import GenerationConfig

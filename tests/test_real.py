@@ -1,7 +1,7 @@
 """The real model of benchmarks/real.py, its tasks and rewards. What needs its weights is skipped where they are not."""
 
 import pytest
-from conftest import ROOT, launch, read_metrics, read_rows, untimed
+from helpers import ROOT, launch, read_metrics, read_rows, untimed
 from test_project import load_benchmark
 
 real = load_benchmark("real")

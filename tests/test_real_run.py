@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import memory
 import pytest
-from conftest import ROOT, read_metrics
+from helpers import ROOT, read_metrics
 from ranks import load_script, run_script
 from test_project import check_flags
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
-from conftest import compose, each_script, forked, launch, make_model, read_metrics, refusal, start, untimed
+from helpers import compose, each_script, forked, launch, make_model, read_metrics, refusal, start, untimed
 from ranks import BrokenOff, fork_ranks, free_port, load_script, run_ranks, train
 from transformers import PreTrainedTokenizerBase
 

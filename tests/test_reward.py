@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, forked, make_tokenizer, read_metrics, refusal
+from helpers import ROOT, forked, make_tokenizer, read_metrics, refusal
 
 
 @pytest.fixture

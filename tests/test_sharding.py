@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from conftest import make_model, path_of, read_metrics, refusal, untimed
+from helpers import make_model, path_of, read_metrics, refusal, untimed
 from ranks import load_script, run_ranks, train, whole
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, load_script
+from helpers import ROOT, SCRIPTS, load_script
 
 pytestmark = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("mkdocs", "material", "math_core", "pymdownx"))),

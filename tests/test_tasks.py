@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import ROOT, load_script, read_rows
+from helpers import ROOT, load_script, read_rows
 
 pytest.importorskip("math_verify", reason="needs the extra `tasks`")
 pytest.importorskip("reasoning_gym", reason="needs the extra `tasks`")

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import tiny_ppo
 import torch
-from conftest import ROOT, load_script, read_metrics
+from helpers import ROOT, load_script, read_metrics
 from test_project import code_numbers
 
 BATCH, MINIBATCH, ITERATIONS = 8, 2, 2

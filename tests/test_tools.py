@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import refresh
 import variants
-from conftest import PLACE, ROOT, write_rows
+from helpers import PLACE, ROOT, write_rows
 from test_project import load_benchmark
 
 # ---------------------------------------------------------------------------------------------- notes/variants.py

@@ -13,7 +13,7 @@ import pytest
 import torch
 import variants
 from accelerate.state import PartialState
-from conftest import ROOT, TOY_REWARD, compose, make_model, read_metrics, read_rows, refusal, ruff, run_main, untimed
+from helpers import ROOT, TOY_REWARD, compose, make_model, read_metrics, read_rows, refusal, ruff, run_main, untimed
 from ranks import load_script, run_ranks
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from conftest import make_model
+from helpers import make_model
 from ranks import load_script
 from test_variants import ROOT, SOME_END, folder, losses_of, resumed, told_otherwise, train, variant  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig

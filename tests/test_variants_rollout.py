@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, make_model, read_rows, refusal, untimed, write_rows
+from helpers import ROOT, make_model, read_rows, refusal, untimed, write_rows
 from ranks import load_script
 from test_variants import FILES, flags_of, folder, resumed, script_of, told_otherwise, train, train_by_two, variant  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig

@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from conftest import TINY, each_script, write_rows
+from helpers import TINY, each_script, write_rows
 from test_project import load_benchmark
 from transformers import AutoTokenizer
 

@@ -6,7 +6,7 @@ pytest tests/test_vllm.py -n 0
 from importlib.metadata import packages_distributions
 
 import pytest
-from conftest import ROOT, launch, read_metrics, read_rows, variants
+from helpers import ROOT, launch, read_metrics, read_rows, variants
 
 FLAGS = {"batch_size": 8, "minibatch_size": 32, "eval_rows": 33, "max_response_length": 16, "lr": 2e-3, "track": "none"}
 FLAGS |= {"total_iterations": 2, "eval_every": 0, "save_every": 0}
