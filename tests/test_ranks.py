@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 # Every term of both losses, several steps. With plain SGD: AdamW turns rounding into steps.
 FLAGS = {"track": "none", "lr": 0.05, "critic_lr": 0.05, "batch_size": 8, "minibatch_size": 4, "microbatch_tokens": 40}
-FLAGS |= {"ppo_epochs": 2, "entropy_coef": 0.01, "kl_loss_coef": 0.1, "kl_reward_coef": 0.05}
+FLAGS |= {"entropy_coef": 0.01, "kl_loss_coef": 0.1, "kl_reward_coef": 0.05}
 FLAGS |= {"max_response_length": 10, "total_iterations": 2, "save_every": 0, "eval_every": 2}
 FIXED = {"eval_rows": 1}  # that not every rank has
 ADAM = FIXED | {"lr": 1e-3, "critic_lr": 1e-3}
@@ -82,7 +82,7 @@ def compare(found, expected, tolerance, weights=None):
 
 def compare_gradients(found, expected, tolerance):
     for rank in found:
-        assert len(rank["gradients"]) == len(expected[0]["gradients"]) >= 8
+        assert len(rank["gradients"]) == len(expected[0]["gradients"]) >= 4
         for a, b in zip(rank["gradients"], expected[0]["gradients"]):
             assert b.abs().max() > 1e-4 and (a - b).abs().max() <= tolerance
 

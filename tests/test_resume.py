@@ -207,15 +207,15 @@ LEFT = [
 ]
 
 
-@pytest.mark.parametrize("left, steps", LEFT)
-def test_lines_after_the_checkpoint_go_and_lines_that_are_missing_stay_missing(toy_run, left, steps):
+def test_lines_after_the_checkpoint_go_and_lines_that_are_missing_stay_missing(toy_run):
     """The checkpoint is of iteration 2."""
-    run_dir, _ = toy_run(total_iterations=3, save_every=2, run_name="run")
-    file = run_dir / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(left(lines)))
-    _, metrics = toy_run(total_iterations=4, run_name="run", resume=True)
-    assert [m["step"] for m in metrics] == steps
+    run_dir, _ = toy_run(total_iterations=3, save_every=2)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for i, (left, steps) in enumerate(LEFT):
+        copy = shutil.copytree(run_dir, run_dir.with_name(f"copy{i}"))
+        (copy / "metrics.jsonl").write_text("".join(left(lines)))
+        _, metrics = toy_run(total_iterations=4, run_name=copy.name, resume=True)
+        assert [m["step"] for m in metrics] == steps, i
 
 
 @by_kind

@@ -3,7 +3,7 @@
 pytest tests/test_vllm.py -n 0
 """
 
-from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 
 import pytest
 from helpers import ROOT, launch, read_metrics, read_rows, variants
@@ -12,7 +12,7 @@ FLAGS = {"batch_size": 8, "minibatch_size": 32, "eval_rows": 33, "max_response_l
 FLAGS |= {"total_iterations": 2, "eval_every": 0, "save_every": 0}
 
 
-@pytest.mark.skipif("vllm" not in packages_distributions(), reason="vLLM is not installed: see notes/run/speed.md")
+@pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed: see notes/run/speed.md")
 def test_the_engine_samples_with_the_weights_of_the_moment(tmp_path):
     """Log-probs agree after a large step, and greedy answers are those of `generate`."""
     (tmp_path / "vllm_llm.py").write_text(variants.patched("vllm"))
