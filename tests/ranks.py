@@ -61,7 +61,7 @@ def be_rank(rank, world, port, function, args, folder):
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # nothing of the server's is to be tidied
+    os._exit(code)  # nothing of the tests' is to be tidied
 
 
 def free_port():

@@ -169,16 +169,9 @@ def test_gradients_add_up(script, algo):
 # ---------------------------------------------------------------------------------------------------------- sharded
 
 ALL = {"offload": True, "gradient_checkpointing": True}
-SHARDED = {
-    "sgd": SGD_FIXED,
-    "lora": LORA,
-    "copies": (FIXED | ALL | {"shard_group_size": 1}, SGD_FIXED[1]),
-}
-BY_FOUR = {
-    "pairs": (FIXED | ALL | {"shard_group_size": 2}, SGD_FIXED[1]),
-    "sampled": SAMPLED,
-    "sharded rollout": (ADAM | {"rollout_params": "sharded"}, {}),
-}
+SHARDED = {"sgd": SGD_FIXED, "lora": LORA, "copies": (FIXED | ALL | {"shard_group_size": 1}, SGD_FIXED[1])}
+BY_FOUR = {"sampled": SAMPLED, "sharded rollout": (ADAM | {"rollout_params": "sharded"}, {})}
+BY_FOUR |= {"pairs": (FIXED | ALL | {"shard_group_size": 2}, SGD_FIXED[1])}
 
 
 @pytest.fixture(scope="module")

@@ -299,6 +299,7 @@ def test_http_judge_grades_or_says_why_not(monkeypatch, capsys):
             self.wfile.write(json.dumps(reply).encode())
 
     server = ThreadingHTTPServer(("localhost", 0), Server)
+    server.daemon_threads = False  # `server_close` waits for the slow one
     threading.Thread(target=server.serve_forever, daemon=True).start()
     values = {"URL": f"http://localhost:{server.server_port}/v1", "RUBRIC": "{response}", "SECONDS": "1", "TRIES": "1"}
     for name, value in values.items():
