@@ -95,7 +95,7 @@ class Run:
         """All but the launcher."""
         mine = {self.name, str(self.path.parent)}
         lines = [(p, p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]  # or it has just ended
-        return [process for process, words in lines if mine <= {*words} and "launch" not in words]
+        return [process for process, words in lines if mine <= {*words} and process.pid != self.launcher.pid]
 
     def kill(self):
         """kill -9 for all processes, the launcher too."""
