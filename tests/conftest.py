@@ -50,8 +50,5 @@ def pytest_sessionstart(session):
     """Loads the fixtures, but not in the process that only hands out tests to the workers: torch takes seconds."""
     if not session.config.pluginmanager.has_plugin("dsession"):
         gc.disable()  # a process of tests is short; collections cost a twelfth of its time
+        session.config.add_cleanup(gc.freeze)  # the last one, of Python itself, takes three seconds
         session.config.pluginmanager.import_plugin("helpers")
-
-
-def pytest_unconfigure():
-    gc.freeze()  # Python's last collection takes three seconds

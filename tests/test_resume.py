@@ -89,7 +89,8 @@ def test_which_folder_and_which_checkpoint(algo, tmp_path):
         return algo.find_run(algo.Args(model="any", output_dir=str(tmp_path), **flags))
 
     newest, older = (checkpoint(algo, iteration) for iteration in (4, 2))
-    later = ["step_000009 (copy).pt", "step_000009.part", "step_000009.pt.bak", "step_000009~", "unfinished"]
+    later = ["step_000009 (copy).pt", "step_000009.part", "step_000009.pt.bak", "step_000009~", "step_9.tmp"]
+    later += ["unfinished"]
     for name in newest, older, *later, f"old_{newest}":
         (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
     assert find(run_name="run", resume=True) == (tmp_path / "run", tmp_path / "run" / "checkpoints" / newest)
