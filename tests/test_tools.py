@@ -143,13 +143,13 @@ def test_rebase_writes_over_nothing_and_goes_on(call):
     Path("conflicts").mkdir()
     for path in Path("gspo_llm.py"), Path("conflicts/gspo_llm.py"):
         path.write_text("mine")
-    vespo = variants.path_of("vespo")
-    vespo.write_text(f"<<<<<<< ours\n{vespo.read_text()}")
+    sapo = variants.path_of("sapo")
+    sapo.write_text(f"<<<<<<< ours\n{sapo.read_text()}")
     assert call("rebase", "one.patch,gspo")[0].startswith("conflicts/gspo_llm.py is there and is something else")
     added = re.findall(r"(?m)^\+    (.*)", variants.patched("one.patch") and variants.read_patch("one.patch")[2])
     assert added == ["one = 1"] and not Path("conflicts/cispo_llm.py").exists()
     left = call("rebase")[0]
-    assert "vespo.patch has the marks of a merge" in left and "conflicts/cispo_llm.py has 1 conflict(s)" in left
+    assert "sapo.patch has the marks of a merge" in left and "conflicts/cispo_llm.py has 1 conflict(s)" in left
     assert Path("gspo_llm.py").read_text() == Path("conflicts/gspo_llm.py").read_text() == "mine"
     mended = re.sub(r"(?s)<{7}.*?={7}\n(.*?)>{7} .*?\n", r"\1", Path("conflicts/cispo_llm.py").read_text())
     Path("conflicts/cispo_llm.py").write_text(mended)

@@ -102,7 +102,6 @@ def resumed(train, name, at, **flags):
 
 
 OWN_FLAGS = {
-    "vc_ppo": {"critic_warmup_iterations": 0},
     "target_kl": {"ppo_epochs": 3, "target_kl": 1e-9},  # after the first step
     "process_reward": {"reward": "pieces"},
     "multi_reward": {"reward": "letters"},
@@ -208,22 +207,13 @@ BY_TWO = [
     ("pass_at_k", 1e-5, {"eval_rows": 1, "eval_samples": 3}),
     ("stale", 1e-5, {"staleness": 1}),
     ("environment", 2e-3, {"eval_rows": 5}),
-    ("cov", 1e-5, {"cov_share": 0.1}),
-    ("entropy_tokens", 1e-5, {}),
     ("icepop", 1e-5, {}),
     ("mask_truncated", 1e-5, {"entropy_coef": 0.05, "batch_size": 8, "minibatch_size": 16}),
     ("mixed_groups", 1e-5, {"reward": "binary", "batch_size": 8, "group_size": 2, "minibatch_size": 4}),  # or none
     ("top_p", 1e-4, {"top_p": 0.7, "entropy_coef": 0.01}),
     ("distill", 1e-5, {"kl_reward_coef": 0.0, "kl_loss_coef": 9.0, "kl_loss_kind": "full", "entropy_coef": 0.05}),
-    ("self_distill", 1e-5, {"reward": "binary", "distill_weight": 0.7}),
-    ("shared_critic", 2e-3, {"lora_rank": 4}),
-    ("gmpo", 1e-5, {}),
-    ("vespo", 1e-5, {}),
-    ("adaptive_entropy", 1e-5, {"entropy_coef": 0.05, "entropy_target": 9.0}),
-    ("muon", 1e-4, {}),
-    ("vine", 1e-5, {"vine_step": "[a-m]"}),
 ]
-SHARDED = ["dapo", "distill", "top_p", "target_kl", "stale", "muon", "vine"]
+SHARDED = ["dapo", "distill", "top_p", "target_kl", "stale"]
 
 
 CASES = [(*case, "replicated") for case in BY_TWO] + [(*case, "sharded") for case in BY_TWO if case[0] in SHARDED]
@@ -260,20 +250,6 @@ def test_cispo_as_a_file_has_the_loss_of_the_patch(variant, monkeypatch):
         found.append((losses, clipped, *torch.autograd.grad(losses.sum(), new)))
     assert all(map(torch.equal, *found))
 
-
-def test_judge_sums_the_log_probs_of_yes_after_the_rubric(folder, monkeypatch):
-    judge = load_script(FILES / "judge.py")
-    rubric = "q {prompt} r {response} a {answer} {} {0}?"  # braces are braces
-    for name, value in ("MODEL", str(folder / "model")), ("RUBRIC", rubric), ("BATCH", "2"):
-        monkeypatch.setenv(f"JUDGE_{name}", value)
-    judge.load.cache_clear()
-    found = judge.judge(["what", "is", "x"], ["one", "two {answer}", "y"], ["1", "2", 3])
-    model, tokenizer, _ = judge.load()
-    yes = tokenizer(" Yes", add_special_tokens=False)["input_ids"]
-    for score, text in zip(found, ("q what r one a 1", "q is r two {answer} a 2", "q x r y a 3"), strict=True):
-        asked = tokenizer(f"{text} {{}} {{0}}?")["input_ids"]
-        logprobs = model(torch.tensor([asked + yes])).logits[0, len(asked) - 1 : -1].log_softmax(-1)
-        assert score == pytest.approx(logprobs[range(len(yes)), yes].sum().item(), abs=1e-4)
 
 
 def test_rank_prefers_short_right_answers_of_a_group():

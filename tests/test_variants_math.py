@@ -1,9 +1,7 @@
 """Variants of the loss, the KL, the advantage, and of what counts: each does what its head says."""
 
-import copy
 import itertools
 import math
-import re
 
 import pytest
 import torch
@@ -52,39 +50,6 @@ def test_gspo_clips_whole_responses(variant):
     each = -2 * math.exp(0.02) / 2 / 2  # of two tokens in one of two responses
     assert torch.allclose(slopes, torch.tensor([[each, each, 0], [0, 0, 0]], dtype=F))
     assert clipped.tolist() == [[False] * 3, [True] * 3]
-
-
-ANSWERS = [([0.5, 3.0, 0.1], 2.0), ([1.9, 0.6], -1.0), ([0.3], 0.5), ([2.0, 3.0, 1.1], -0.7)]  # ratios of tokens, A
-
-
-def by_gmpo(ratios, a):
-    """2507.20673, eq. 4, of one of four answers: (loss, its gradient by the log-probs)."""
-    kept = [min(r, math.exp(0.4)) if a > 0 else max(r, math.exp(-0.4)) for r in ratios]
-    loss = -a * math.prod(kept) ** (1 / len(kept)) / 4
-    return loss, [loss / len(kept) * (k == r) for k, r in zip(kept, ratios)]
-
-
-def by_vespo(ratios, a):
-    """2602.10693: phi(w) weighs the log-probs of an answer, whose ratio is w. Here all of them have nine tokens."""
-    w, k, decay = (math.prod(ratios), 2, 3) if a >= 0 else (math.prod(ratios), 3, 2)
-    slope = -a * w**k * math.exp(decay * (1 - w)) / 9
-    return slope * sum(math.log(r) - 1 for r in ratios), [slope] * len(ratios)
-
-
-@pytest.mark.parametrize("name, paper, clips", [("gmpo", by_gmpo, [1, 1, 0, 0]), ("vespo", by_vespo, [3, 0, 0, 3])])
-def test_the_loss_of_whole_answers_is_the_papers(name, paper, clips, variant):
-    """To 1e-8, within the mask. By hand: 3 > e^.4 and .6 < e^-.4 are clipped; phi(.15) = .29, phi(6.6) = .004."""
-    algo = variant(name)
-    args, advantages = algo.Args(model="m"), torch.tensor([[a] for _, a in ANSWERS], dtype=F).expand(4, 3)
-    mask = torch.tensor([[i < len(ratios) for i in range(3)] for ratios, _ in ANSWERS])
-    new = torch.tensor([[math.log(r) - 1 for r in ratios] + [9] * (3 - len(ratios)) for ratios, _ in ANSWERS], dtype=F)
-    losses, clipped = algo.policy_loss(new.requires_grad_(), torch.full_like(new, -1), advantages, mask, args)
-    loss = algo.aggregate(losses, mask, args.loss_agg, 9, 4, 3)
-    (slopes,) = torch.autograd.grad(loss, new)
-    expected = [paper(*answer) for answer in ANSWERS]
-    assert loss.item() == pytest.approx(sum(x for x, _ in expected), abs=1e-8)
-    assert slopes[mask].tolist() == pytest.approx([x for _, row in expected for x in row], abs=1e-8)
-    assert (clipped & mask).sum(1).tolist() == clips
 
 
 # Before, after, advantage; whether DPPO blocks by |p - p_old| > .15, and by the KL of two outcomes > .12.
@@ -142,44 +107,6 @@ def test_icepop_leaves_bad_responses_behind(variant, train, monkeypatch, spy):
     assert 0 < left == (losses == 0).all(1).sum() < 8 and metrics["actor/off_policy_frac"] == left / 16
 
 
-@pytest.mark.parametrize("kind", ["kl", "clip"])
-def test_cov_holds_back_the_highest_covariances(kind, variant, train, spy):
-    """2505.22617, listing 1: there |log rho| is added to the loss, or the policy gradient is taken away."""
-    algo = variant("cov")
-    logprobs, signs = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]), torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
-    everywhere = torch.ones(2, 2, dtype=torch.bool)
-    covariance, threshold = algo.token_covariances(logprobs, signs, everywhere, 0.5)
-    assert covariance.tolist() == [[1.5, 0.5], [0.5, 1.5]] and threshold == pytest.approx(1.5 - 1e-5)
-    assert algo.token_covariances(logprobs, -signs, everywhere, 1.0)[1] == 0  # never one that raises the entropy
-    packs, found = spy(algo, "pack"), spy(algo, "token_covariances")
-    used, shares = spy(algo, "policy_loss"), spy(algo, "aggregate")
-    train("cov", **ONE_PASS, ppo_epochs=2, lr=1e-2, cov=kind, cov_share=0.1, cov_kl_coef=0.7)
-    ((order, _),) = packs[0][1]  # of the rows in the only micro-batch
-    (_, whole, *_), (covariance, threshold) = found[0]
-    (new, old, given, mask, _), losses = used[1]  # of the second epoch
-    high, whole = (covariance > threshold)[order], whole[order]
-    assert torch.equal(given, torch.where(high, 0, whole) if kind == "clip" else whole)
-    extra = 0.7 * high * (new - old).abs() if kind == "kl" else torch.zeros_like(new)
-    assert torch.allclose((shares[1][0][0] - losses[0])[mask], extra[mask], atol=1e-6)
-    assert high.sum() > 0.09 * mask.sum()
-
-
-def test_entropy_tokens_gives_the_others_no_advantage(variant, train, spy):
-    """One threshold for the batch; a token that is left out counts in the denominators all the same."""
-    algo = variant("entropy_tokens")
-    by_hand = torch.tensor([0.1, 0.9, 0.5, 0.5 + 1e-6, 0.5 - 1e-6, 0.3, 0.2, 0.0, 0.0, 0.0])
-    chosen = [int((by_hand >= algo.entropy_threshold(by_hand, share)).sum()) for share in (0.0, 0.12, 0.3, 0.5, 1.0)]
-    assert chosen == [1, 4, 4, 5, 10]  # equal ones are chosen together
-    found, used, shares = (spy(algo, name) for name in ("entropy_threshold", "policy_loss", "aggregate"))
-    train("entropy_tokens", **ONE_PASS, entropy_share=0.3)
-    (((entropy, _), threshold),) = found
-    (_, _, advantages, mask, _), _ = used[-1]
-    assert torch.equal(advantages[mask[0]] != 0, entropy >= threshold)
-    assert 0.3 <= (entropy >= threshold).float().mean() < 0.4
-    (_, trained, _, num_tokens, *_), _ = shares[0]
-    assert trained.sum() == num_tokens == len(entropy)
-
-
 def test_value_clip_pushes_no_value_far(variant, train, spy):
     """Old value 0, clip 0.2: beyond it a value is still pulled back, but pushed no further, neither up nor down."""
     algo = variant("value_clip")
@@ -207,17 +134,6 @@ def test_target_kl_leaves_out_a_step_and_all_later_ones(variant, train, spy):
     assert all(p.grad is None for p in steps[16])  # of the minibatch that was left out nothing goes on
 
 
-def test_anneal_lets_both_learning_rates_fall(variant, train, spy):
-    schedule = variant("anneal").schedule
-    cosine = [schedule("cosine", i, 4, 0) for i in range(1, 5)]
-    assert cosine == pytest.approx([1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2])
-    rates = spy(torch.optim.AdamW, "step", lambda optimizer, *_: optimizer.param_groups[0]["lr"])
-    metrics = train("anneal", total_iterations=6, warmup_iterations=2, lr=1e-3, critic_lr=2e-3)
-    factors = [0.5, 1, 1, 0.75, 0.5, 0.25]  # the last iteration still trains
-    assert rates[::2] == pytest.approx([1e-3 * x for x in factors]) == [m["actor/lr"] for m in metrics[1:]]
-    assert rates[1::2] == pytest.approx([2e-3 * x for x in factors])
-
-
 def test_adaptive_kl_follows_its_target_and_resumes(variant, train):
     controller, found = variant("adaptive_kl").AdaptiveKL(0.02, 0.05, 1000), []
     for kl in (0.0, 0.05, 0.055, 0.5, -1.0):  # far below, on target, 10% above, far above, far below
@@ -232,21 +148,6 @@ def test_adaptive_kl_follows_its_target_and_resumes(variant, train):
         assert m["kl/coef"] == before["kl/coef"] * (1 + error * 8 / 20) != before["kl/coef"]
         taken = m["reward/mean"] - m["reward/total_mean"]  # it is this coefficient that the rewards have
         assert taken / (m["kl/mean"] * m["response/length_mean"]) == pytest.approx(m["kl/coef"], rel=1e-3)
-
-
-def test_adaptive_entropy_is_on_below_the_target(train):
-    """2505.22312. At a learning rate of 0, the loss is lower by the weight times the entropy."""
-    still = {**ONE_PASS, "lr": 0.0, "entropy_coef": 0.5, "loss_agg": "token-mean"}
-    (on,), (off,) = (train("adaptive_entropy", **still, entropy_target=target)[1:] for target in (9.0, 0.0))
-    assert off["actor/loss"] - on["actor/loss"] == pytest.approx(0.5 * on["actor/entropy"], rel=1e-4)
-    assert on["actor/sampled_entropy"] == pytest.approx(on["actor/entropy"], rel=0.2)
-    flags = {"entropy_coef": 0.05, "entropy_step": 0.04, "entropy_target": 3.3, "lr": 1e-2, "total_iterations": 7}
-    weight, seen = 0.05, []
-    for m in resumed(train, "adaptive_entropy", 4, **flags, save_every=4)[1:]:
-        seen.append(m["actor/sampled_entropy"] <= 3.3)
-        assert m["actor/entropy_coef"] == pytest.approx(weight * seen[-1])
-        weight = max(0, weight + (0.04 if seen[-1] else -0.04))
-    assert 1 < sum(seen) < 6
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
@@ -265,24 +166,6 @@ def test_kl_gradient_has_the_value_of_one_kind_and_the_gradient_of_the_kl(varian
     assert mean(f"{kind}+") == mean(kind) and torch.equal(kl_penalty(logprobs, ref, "abs"), (logprobs - ref).abs())
 
 
-def test_muon_moves_matrices_by_orthogonal_ones(variant, train):
-    """2502.16982, against torch's Muon, which computes in bfloat16. A bias and an embedding have AdamW."""
-    ours = torch.nn.ModuleDict({"layer": torch.nn.Linear(3, 5), "embed": torch.nn.Embedding(4, 3)})
-    theirs = copy.deepcopy(ours)
-    options = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw", "lr": 1e-3, "weight_decay": 0.0}
-    rest = torch.optim.AdamW([theirs["layer"].bias, theirs["embed"].weight], weight_decay=0.0)  # lr: 1e-3
-    steps = [variant("muon").make_optimizer(ours), torch.optim.Muon([theirs["layer"].weight], **options), rest]
-    for _ in range(30):
-        for one, other in zip(ours.parameters(), theirs.parameters()):
-            one.grad = torch.randn_like(one)
-            other.grad = one.grad.clone()
-        for optimizer in steps:
-            optimizer.step()
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.allclose(one, other, atol=2e-4 if one.shape == (5, 3) else 1e-7)
-    resumed(train, "muon", 2, save_every=2)
-
-
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_maxrl_climbs_the_logarithm_of_the_chance(size, variant):
     """2602.02710, eq. 6: over all groups, the mean gradient is that of -sum (1-p)^k/k, k < G; REINFORCE's is p's."""
@@ -296,16 +179,6 @@ def test_maxrl_climbs_the_logarithm_of_the_chance(size, variant):
 
     assert gradient("maxrl") == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, size)) * p * (1 - p))
     assert gradient("dr_grpo") == pytest.approx((size - 1) / size * p * (1 - p))
-
-
-def test_optimal_baseline_weighs_scores_by_lengths(variant, train, spy):
-    algo = variant("optimal_baseline")
-    scores, lengths = torch.tensor([1.0, 0, 0, 1, 1, 0]), torch.tensor([1, 3, 2, 2, 5, 5])
-    assert algo.group_advantages(scores, 2, "opo", lengths).tolist() == [0.75, -0.25, -0.5, 0.5, 0.5, -0.5]
-    calls = spy(algo, "group_advantages")
-    (m,) = train("optimal_baseline", minibatch_size=16, total_iterations=1, **SOME_END)[1:]
-    (((_, _, estimator, lengths), _),) = calls
-    assert estimator == "opo" and lengths.float().mean().item() == m["response/length_mean"] < 32
 
 
 # Of four groups of four, the first differs in one score, the second in the other, the third in both, the last in none.
@@ -350,67 +223,6 @@ def test_process_reward_credits_the_token_that_ends_a_piece(variant, train, fold
         assert torch.allclose(row[valid], torch.tensor(expected), atol=1e-6)
 
 
-def test_vine_credits_a_step_with_what_it_changed_in_the_value(train, variant, spy):
-    """2410.01679: the mean score of completions where the next step begins, or the score, minus that of its own."""
-    scored, whitened = spy(variant("vine"), "compute_scores"), spy(variant("vine"), "masked_whiten")
-    asked = spy(variant("vine"), "generate", lambda model, prompts, *_: prompts)
-    train("vine", total_iterations=1, vine_step="[a-m]", vine_rollouts=2, **SOME_END)
-    ((_, tokenizer, _, responses), results), ((*_, completions), completed) = scored
-    (raw, mask), _ = whitened[0]
-    ends = zip(itertools.chain(*asked[1:]), completions, [result["score"] for result in completed])
-    for response, result, gains, valid in zip(responses, results, raw, mask):
-        texts = tokenizer.batch_decode([[token] for token in response.ids])
-        starts = [i for i in range(len(texts)) if i == 0 or re.search("[a-m]", texts[i - 1])]
-        values = []
-        for i in starts:
-            (prompt, one, a), (same, two, b) = next(ends), next(ends)
-            before = response.ids[:i]
-            assert one.ids[:i] == two.ids[:i] == before and prompt == same and prompt[len(prompt) - i :] == before
-            assert max(len(one.ids), len(two.ids)) <= 32
-            values.append((a + b) / 2)
-        changes = torch.tensor([*values, result["score"]]).diff()
-        lengths = torch.tensor([*starts, len(texts)]).diff()
-        assert torch.allclose(gains[valid], changes.repeat_interleave(lengths), atol=1e-6)
-    assert next(ends, None) is None and len(completions) > 3 * len(responses)
-
-
-def test_vc_ppo_has_two_lambdas(train, variant, spy):
-    calls = spy(variant("vc_ppo"), "gae")
-    metrics = train("vc_ppo", total_iterations=2, kl_reward_coef=0.0, critic_warmup_iterations=1)
-    assert [args[4] for args, _ in calls] == [0.95, 1.0] * 2
-    assert "actor/loss" not in metrics[1] and "actor/loss" in metrics[2]  # pretraining of the values, then both
-    (rewards, _, mask, *_), (_, returns) = calls[1]
-    totals = torch.where(mask, rewards, 0).sum(1, keepdim=True)
-    assert torch.allclose(returns[mask], totals.expand_as(mask)[mask], atol=1e-5)  # Monte Carlo: the score everywhere
-
-
-def test_shared_critic_trains_one_model_by_both_losses(train, tmp_path, spy):
-    """The gradient is linear in --value-coef, in the backbone, too; the head has its own learning rate."""
-    train("shared_critic", critic_lr=1e-1, run_name="start")  # at its start the head is zero and passes no gradient on
-    seen = spy(torch.optim.AdamW, "step", lambda optimizer, *_: optimizer.param_groups)
-    gradients = spy(torch.nn.utils, "clip_grad_norm_", lambda weights, _: [p.grad.clone() for p in weights])
-    flags = {"model": f"{tmp_path}/start/final", "total_iterations": 1, "warmup_iterations": 2, "batch_size": 8}
-    for value_coef in (0.0, 1.0, 3.0):
-        train("shared_critic", **flags, value_coef=value_coef, lr=1e-3, critic_lr=1e-2)
-    for none, one, three in zip(*gradients, strict=True):
-        assert torch.allclose(three - none, 3 * (one - none), rtol=1e-3, atol=1e-5)
-    changed = [(one - none).abs().max() > 1e-6 for none, one, _ in zip(*gradients, strict=True)]
-    assert sum(changed) > 15 and [group["lr"] for group in seen[0]] == [5e-4, 5e-3]
-    assert [p.shape for p in seen[0][1]["params"]] == [(1, 32), (1,)]
-
-
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_shared_critic_saves_and_resumes_its_head(lora_rank, train, tmp_path):
-    """With LoRA, peft switches it off and transformers not on, and what is off, bfloat16 would not multiply."""
-    flags = {"lora_rank": lora_rank, "total_iterations": 3, "save_every": 1, "lr": 1e-2, "critic_lr": 1e-2}
-    flags |= {"dtype": "bfloat16"} if lora_rank else {}
-    resumed(train, "shared_critic", 2, **flags)
-    files = [tmp_path / f"whole/checkpoints/step_00000{step}.pt" for step in (2, 3)]
-    weights = [torch.load(path, weights_only=True)["policy"][0] for path in files]
-    heads = [torch.cat([p.flatten() for name, p in found.items() if "score." in name]) for found in weights]
-    assert heads[0].numel() == 33 and (heads[0] != heads[1]).all()
-
-
 def test_distill_rewards_each_token_with_the_teachers_surprise(variant, train, folder, spy):
     calls, used = spy(variant("distill"), "kl_penalty"), spy(variant("distill"), "policy_loss")
     teacher = make_model(folder / "teacher", seed=7, hidden_size=48, num_attention_heads=4, head_dim=12)
@@ -438,26 +250,6 @@ def test_distill_has_the_exact_gradient_of_the_kl_over_all_tokens(variant, folde
     found = [torch.autograd.grad((weights * x).sum(), [*models[0].parameters()]) for x in (kl, whole)]
     assert torch.allclose(kl, whole, atol=1e-5) and kl.max() > 0.1
     assert all((a - b).abs().max() <= 1e-6 * max(1, b.abs().max()) for a, b in zip(*found, strict=True))
-
-
-def test_self_distill_rates_tokens_after_another_right_answer(variant, train, folder, spy):
-    """The advantage of a token is what the hint adds to its log-prob, 0 where there is no other right answer."""
-    algo, tokenizer = variant("self_distill"), AutoTokenizer.from_pretrained(folder / "model")
-    batches, passes, used = spy(algo, "to_batch"), spy(algo, "forward_all"), spy(algo, "policy_loss")
-    (m,) = train("self_distill", reward="binary", total_iterations=1, max_response_length=8)[1:]
-    ((rows, responses, _), (_, mask, *_)), ((hinted, *_), _) = batches
-    texts = tokenizer.batch_decode([r.ids for r in responses], skip_special_tokens=True)
-    taught = torch.zeros(16, 1)
-    for b, row in enumerate(rows):
-        others = [texts[j] for j in range(b - b % 4, b - b % 4 + 4) if j != b and texts[j] and texts[j][0] < "5"]
-        hint = f"\nCorrect solution:\n\n{others[0]}\n\nCorrectly solve the original question." if others else ""
-        assert hinted[b]["input_ids"] == row["input_ids"] + tokenizer(hint, add_special_tokens=False)["input_ids"]
-        taught[b] = bool(others)
-    (_, old), *_, ((*_, hinted_mask), rated) = passes
-    (_, _, advantages, *_), _ = used[-1]  # the last call is for the log: the whole batch
-    gaps = (rated[hinted_mask] - old[mask]) * taught.expand_as(mask)[mask]
-    assert torch.allclose(advantages[mask], gaps)
-    assert 0 < taught.sum() < 16 and m["teacher/taught_frac"] == taught.mean()
 
 
 # --- which prompts and responses count

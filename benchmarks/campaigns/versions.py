@@ -72,7 +72,6 @@ CASES = {
 # Flags that make a variant do something in three short iterations. vllm is left out: it needs its own environment.
 VARIANT_FLAGS = {
     "adaptive_kl": " --kl-reward-coef 0.05 --kl-target 0.001 --kl-horizon 40",
-    "anneal": " --lr-schedule cosine --warmup-iterations 1",
     "bypass": " --old-logprobs corrected --is-cap 1.001 --dtype bfloat16",
     "dual_clip": " --ppo-epochs 3 --lr 3e-3 --dual-clip 1.05",
     "fp16": " --dtype float16",
@@ -80,7 +79,6 @@ VARIANT_FLAGS = {
     "target_kl": " --ppo-epochs 3 --target-kl 3e-4",
     "top_p": " --top-p 0.9 --top-k 3 --temperature 1.3",
     "value_clip": " --ppo-epochs 3 --value-clip 0.02",
-    "vc_ppo": " --critic-warmup-iterations 1",
 }
 VARIANTS = {}
 for variant in [name for name in variants.names() if name != "vllm"]:
