@@ -78,8 +78,7 @@ def find_script(name, folder, tree=ROOT):
         return tree / path.name
     path.unlink(missing_ok=True)
     if name == "grpo_llm_fsdp":
-        parts = [(tree / f"{part}.py").read_text() for part in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")]
-        text, conflicts = variants.merged(*parts)
+        text, conflicts = variants.sharded((tree / "grpo_llm.py").read_text(), "grpo_llm.py", tree)
         assert conflicts == 0, f"the three scripts do not merge: {conflicts} conflicts"
         path.write_text(text)
     else:

@@ -7,6 +7,7 @@
     python notes/variants.py make NAME FILE [--of grpo_llm.py]        FILE, your changed copy, as a patch (default: of
                                                        the script that it is nearest to)
     python notes/variants.py rebase [A,B]              the patches (default: all) that no longer fit their script, anew
+    python notes/variants.py shard SCRIPT [FILE]       grpo_llm.py, or a copy, sharded (default: SCRIPT_fsdp.py)
 
 Wherever a NAME stands, the path of a .patch of your own does, too. A patch is what `git diff` prints, below a head in
 plain words: what changes, whose idea it is, the command, what we measured. It is applied as it stands, no line of its
@@ -15,11 +16,14 @@ only true conflicts need a person: it puts them into the folder conflicts/. NAME
 needs no patch: a reward, or a script that imports another and replaces a function.
 
 No command writes over a file with other contents, but for patches: `rebase` makes them anew, and `make` does so with
---replace, or if the first line of FILE says that it was made with that patch.
+--replace, or if the first line of FILE says that it was made with that patch. The line also says of which script, by
+its hash. If that isn't today's, `make` takes it from git's history and merges, so no patch takes a script back.
 """
 
 import argparse
 import ast
+import hashlib
+import itertools
 import re
 import subprocess
 import sys
@@ -46,7 +50,8 @@ Run:  python notes/variants.py apply {name} && accelerate launch {name}_llm.py
 Measured: (numbers, seeds, beside what)
 
 """
-PARENTS = re.compile(r"\A# (.+), by notes/variants\.py\n")  # the first line of what `apply` writes
+# The first line of what we write: what is in it, and the script that it is of, with the hash that git gives its text.
+PARENTS = re.compile(r"\A# (.+), by notes/variants\.py(?: of (\S+) (\w+))?\n")
 # The lines of ours, of the base and of theirs in a conflict.
 CONFLICT = re.compile(
     r"(?m)^<{7} .*\n((?:(?!\|{7} ).*\n)*)\|{7} .*\n((?:(?!={7}\n).*\n)*)={7}\n((?:(?!>{7} ).*\n)*)>{7} .*\n"
@@ -62,7 +67,7 @@ def git(*words, check=True, **options):
 
 def group_of(path):
     """What the line `Group:` of a patch or a file says. Without one, it is somebody's own, and no test looks at it."""
-    found = re.search(r"(?m)^Group: *(.+)$", path.read_text())
+    found = re.search(r"(?m)^Group: *(.+)$", path.read_text("utf-8", errors="replace"))
     return found[1] if found else "yours"
 
 
@@ -87,8 +92,19 @@ def read_patch(name):
     return head, script, mark + diff
 
 
+def garbled(path):
+    """Why neither git nor Python takes the bytes of a file for text, in half a sentence, or None."""
+    try:
+        marked = path.read_text("utf-8").startswith("\ufeff")
+    except UnicodeDecodeError:
+        return "isn't UTF-8 (PowerShell's > writes UTF-16): save it as UTF-8, without a byte-order mark"
+    return "begins with a byte-order mark: save it as UTF-8 without one" if marked else None
+
+
 def unfit(name):
     """Why a file is no patch, in half a sentence, or None."""
+    if flaw := garbled(path_of(name)):
+        return flaw
     text = path_of(name).read_text()
     if re.search("(?m)^<{7} ", text):
         return "has the marks of a merge: take one side of it (`git checkout --ours`), then `rebase`"
@@ -141,12 +157,17 @@ def merged(ours, base, theirs, names=("script", "base", "variant")):
 
 def places(text):
     """["line 12, in Args", ...]: where a merge has left both sides between its marks."""
-    found, around = [], "the head of the file"
-    for number, line in enumerate(text.splitlines(), 1):
-        if match := re.match(r"(?:def|class) (\w+)", line):
-            around = match[1]
-        if line.startswith("<<<<<<< "):
-            found.append(f"line {number}, in {around}")
+    found = []
+    for mark in re.finditer("(?m)^<{7} ", text):
+        before = text[: mark.start()]
+        number = before.count("\n") + 1
+        if conflict := CONFLICT.match(text, mark.start()):
+            # It may begin with lines that are the same on all sides, the head of a function among them.
+            sides = [side.splitlines(keepends=True) for side in conflict.groups()]
+            same = list(itertools.takewhile(lambda lines: len({*lines}) == 1, zip(*sides)))
+            before += "".join(sides[0][: len(same) + 1])
+        around = re.findall(r"(?m)^(?:def|class) (\w+)", before) or ["the head of the file"]
+        found.append(f"line {number}, in {around[-1]}")
     return found
 
 
@@ -190,6 +211,16 @@ def nearest(text):
     return script if removed < len((ROOT / script).read_text().splitlines()) / 2 else None
 
 
+def hash_of(text):
+    """The first digits of the name that git gives this text."""
+    data = text.encode()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()[:16]
+
+
+def first_line(parents, script):
+    return f"# {parents}, by notes/variants.py of {script} {hash_of((ROOT / script).read_text())}\n"
+
+
 def make(name, text, script):
     """Writes the patch that turns `script` into `text`; an old patch's head stays."""
     path = path_of(name)
@@ -211,8 +242,9 @@ def apply(chosen, file, on=None):
     """Writes the script with the changes of these patches, or `on` with them; a true conflict is left for a person."""
     script = read_patch(chosen[0])[1]
     text, parents = (on or ROOT / script).read_text(), str(on or script)
+    head = first_line("{}", script) if on is None else "# {}, by notes/variants.py\n"
     if found := PARENTS.match(text):
-        text, parents = text[found.end() :], found[1]
+        text, parents, head = text[found.end() :], found[1], found[0].replace(found[1], "{}", 1)
     if places(text):
         sys.exit(f"{on} still has conflicts, at {'; '.join(places(text))}: write what both sides mean first")
     rest = list(chosen)
@@ -225,7 +257,7 @@ def apply(chosen, file, on=None):
         if kept:
             print(f"{parents} and {labels[2]} insert in {', '.join(kept)}: kept one after the other, have a look")
         parents += f" + {labels[2]}"
-    text = f"# {parents}, by notes/variants.py\n{text}"
+    text = head.format(parents) + text
     if not write_new(file, text):
         sys.exit(f"{file} is there and is something else: move it away, or name another file")
     if stuck := places(text):
@@ -236,16 +268,47 @@ def apply(chosen, file, on=None):
             + "\nEach has the lines of both and, between ||||||| and =======, the script's: write what both mean,"
             + f" then run it.{left}"
         )
+    say_written(file, parents)
+
+
+def say_written(file, parents):
     print(f"wrote {file}: {parents}")
     if ROOT not in file.resolve().parents:
         print("It is outside the project, without the bundled model and task: run it with --model and --dataset")
 
 
-def rebase_one(name):
-    """Makes a patch anew if it no longer fits. Returns what is left to a person, a sentence or None.
+def sharded(text, base, root=ROOT):
+    """(a copy of `base`, ppo_llm.py or grpo_llm.py, with what ppo_llm_fsdp.py changes in ppo_llm.py; conflicts)"""
+    own, ppo, on = ((root / name).read_text() for name in (base, "ppo_llm.py", "ppo_llm_fsdp.py"))
+    if base == "grpo_llm.py":
+        on, _ = merged(own, ppo, on)
+    return merged(on, own, text, ("sharding", base, "copy"))
 
-    A conflict goes to a file in the folder conflicts/, with a first line from which `make` knows the patch.
-    """
+
+def shard(path, file):
+    """Writes a script or a copy sharded."""
+    text = path.read_text()
+    base, parents = nearest(text), path.name
+    if found := PARENTS.match(text):
+        text, parents = text[found.end() :], found[1]
+    if base is None:
+        sys.exit(f"{path} is no copy of ppo_llm.py or grpo_llm.py: there is nothing that sharding could merge with")
+    if base == "ppo_llm_fsdp.py" or "fully_shard(" in text:
+        sys.exit(f"{path} shards its models already")
+    if text == (ROOT / "ppo_llm.py").read_text():
+        sys.exit(f"{path}, sharded, is ppo_llm_fsdp.py")
+    text, kept = keep_insertions(sharded(text, base)[0])
+    if kept:
+        print(f"{path} and the sharding insert in {', '.join(kept)}: kept one after the other, have a look")
+    if not write_new(file, f"# {parents} + ppo_llm_fsdp.py, by notes/variants.py\n{text}"):
+        sys.exit(f"{file} is there and is something else: move it away, or name another file")
+    if stuck := places(text):
+        sys.exit(f"{path} and the sharding change the same lines, in {file}:\n    " + "\n    ".join(stuck))
+    say_written(file, f"{parents} + ppo_llm_fsdp.py")
+
+
+def rebase_one(name):
+    """Makes a patch anew if it no longer fits. Returns what is left to a person, a sentence or None."""
     _, script, _ = read_patch(name)
     today = (ROOT / script).read_text()
     if try_patch(name, today)[0] is not None:
@@ -258,14 +321,27 @@ def rebase_one(name):
             break
     else:
         return f"{path_of(name)} fits no {script} that was ever committed (or this clone has no history)"
-    text, kept = keep_insertions(merged(today, old, theirs)[0])
+    return make_from(name, script, old, theirs)
+
+
+def conflict_file(name):
+    return Path("conflicts", f"{path_of(name).stem}_llm.py")
+
+
+def make_from(name, script, old, theirs):
+    """Makes the patch that does to the script what `theirs` does to `old`, an earlier form of it. Returns what is left
+    to a person, a sentence or None.
+
+    A conflict goes to a file in the folder conflicts/, with a first line from which `make` knows patch and script.
+    """
+    text, kept = keep_insertions(merged((ROOT / script).read_text(), old, theirs)[0])
     if kept:
         print(f"{script} and {path_of(name).stem} insert in {', '.join(kept)}: kept one after the other, have a look")
     if not places(text):
         make(name, text, script)
         return None
-    file = Path("conflicts", f"{path_of(name).stem}_llm.py")
-    if not write_new(file, f"# {script} + {path_of(name).stem}, by notes/variants.py\n{text}"):
+    file = conflict_file(name)
+    if not write_new(file, first_line(f"{script} + {path_of(name).stem}", script) + text):
         return f"{file} is there and is something else: `make {name} {file}` if you have mended it, or move it away"
     return f"{file} has {len(places(text))} conflict(s): mend it, then `make {name} {file}`"
 
@@ -302,17 +378,20 @@ def print_list():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("list", "apply", "make", "rebase"))
+    parser.add_argument("command", choices=("list", "apply", "make", "rebase", "shard"))
     parser.add_argument("name", nargs="?")
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("--on", type=Path, help="apply: another script, or a copy that shares the changed parts")
     parser.add_argument("--of", choices=SCRIPTS, help="make: the script that FILE is a changed copy of")
     parser.add_argument("--replace", action="store_true", help="make: write over the patch of this name")
     args = parser.parse_args()
-    for path in [args.on, args.file if args.command == "make" else None]:
+    given = Path(args.name) if args.command == "shard" and args.name else None
+    for path in [args.on, args.file if args.command == "make" else given]:
         if path and not path.is_file():
             parser.error(f"there is no file {path}")
-    chosen = args.name.split(",") if args.name and args.command != "make" else []
+        if path and garbled(path):
+            parser.error(f"{path} {garbled(path)}")
+    chosen = args.name.split(",") if args.name and args.command in ("apply", "rebase") else []
     for name in chosen:
         if not path_of(name).exists():
             parser.error(f"no patch {name}; there are {', '.join(names() + yours())}; a NAME.py is used as it is")
@@ -322,17 +401,19 @@ def main():
         print_list()
     elif args.command == "rebase":
         rebase(chosen or [*names(), *yours()])
+    elif args.command == "shard" and given:
+        shard(given, args.file or Path(f"{given.stem}_fsdp.py"))
     elif args.name is None or (args.command == "make" and args.file is None):
         parser.error(f"{args.command} needs a name{' and a file' if args.command == 'make' else ''}")
     elif args.command == "make":
         text = args.file.read_text()
         if places(text):
             parser.error(f"{args.file} still has conflicts, at {'; '.join(places(text))}")
-        path = path_of(args.name)
+        path, parents = path_of(args.name), PARENTS.match(text)
         if path.exists():
             if unfit(args.name):
                 parser.error(f"{path} {unfit(args.name)}")
-            made_with_it = text.startswith(f"# {read_patch(args.name)[1]} + {path.stem}, by notes/variants.py\n")
+            made_with_it = parents and parents[1] == f"{read_patch(args.name)[1]} + {path.stem}"
             if not made_with_it and not args.replace:
                 parser.error(f"{path} is there, and {args.file} isn't made with it alone: another name, or --replace")
         text = PARENTS.sub("", text, count=1)
@@ -341,7 +422,18 @@ def main():
             parser.error(f"{args.file} is no copy of {', '.join(SCRIPTS)}: --of, if it is")
         if text == (ROOT / script).read_text():
             parser.error(f"{args.file} is {script} as it stands")
-        make(args.name, text, script)
+        old = (ROOT / script).read_text()
+        if parents and parents[2] == script and parents[3] != hash_of(old):
+            found = git("cat-file", "-p", parents[3], check=False, cwd=ROOT)
+            if found.returncode:
+                parser.error(
+                    f"{args.file} is of another {script} ({parents[3]}), which git doesn't know: apply it anew"
+                )
+            old = found.stdout
+        if args.file.resolve() == conflict_file(args.name).resolve():
+            args.file.unlink()  # it is used now, and would be taken for that of the next branch
+        if left := make_from(args.name, script, old, text):
+            sys.exit(left)
         print(f"does it compute the same on two processes? python benchmarks/check_copy.py {args.file}")
     else:
         apply(chosen, args.file or Path("_".join(Path(name).stem for name in chosen) + "_llm.py"), args.on)

@@ -35,7 +35,7 @@ def path_of(name):
 
 def compose(folder):
     """Merges grpo_llm_fsdp.py out of the three scripts, in the folder: its path."""
-    text, conflicts = variants.merged(*(path_of(name).read_text() for name in ("grpo_llm", "ppo_llm", "ppo_llm_fsdp")))
+    text, conflicts = variants.sharded(path_of("grpo_llm").read_text(), "grpo_llm.py", path_of("grpo_llm").parent)
     assert conflicts == 0, "the three scripts do not merge"
     (folder / "grpo_llm_fsdp.py").write_text(text)
     return folder / "grpo_llm_fsdp.py"

@@ -13,7 +13,7 @@ import pytest
 import torch
 import variants
 from accelerate.state import PartialState
-from helpers import ROOT, TOY_REWARD, compose, make_model, read_metrics, read_rows, refusal, ruff, run_main, untimed
+from helpers import ROOT, TOY_REWARD, make_model, read_metrics, read_rows, refusal, ruff, run_main, untimed
 from ranks import load_script, run_ranks
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -147,13 +147,6 @@ def told_otherwise(algo, monkeypatch, *gaps):
 # ------------------------------------------------------------------------------------------------ every one of them
 
 
-def sharded(name, folder):
-    """(text of the variant sharded, number of conflicts), by a merge."""
-    base = script_of(name)
-    on = ROOT / "ppo_llm_fsdp.py" if base.stem == "ppo_llm" else compose(folder)
-    return variants.merged(on.read_text(), base.read_text(), variants.patched(name))
-
-
 def test_patches_apply_and_are_linted(tmp_path):
     """None of their context differs. Each has a head, and can be sharded."""
     for name in NAMES:
@@ -161,7 +154,7 @@ def test_patches_apply_and_are_linted(tmp_path):
         head = re.sub(r"\n +", " ", variants.read_patch(name)[0])
         assert re.match(r"What: .+\nGroup: .+\nIdea: .+\nRun:  .+\nMeasured: ", head), head
         assert "(the change" not in head, head
-        text, conflicts = sharded(name, tmp_path)
+        text, conflicts = variants.sharded(variants.patched(name), script_of(name).name)
         assert conflicts == 0, name
         (tmp_path / f"{name}_fsdp.py").write_text(text)
     ruff("check", tmp_path)
@@ -222,7 +215,9 @@ CASES = [(*case, "replicated") for case in BY_TWO] + [(*case, "sharded") for cas
 @pytest.mark.slow
 @pytest.mark.parametrize("name, rel, flags, kind", CASES)
 def test_two_processes_log_the_same_numbers_as_one(name, rel, flags, kind, train, folder, tmp_path):
-    text = sharded(name, tmp_path)[0] if kind == "sharded" else variants.patched(name)
+    text = variants.patched(name)
+    if kind == "sharded":
+        text, _ = variants.sharded(text, script_of(name).name)
     ones = untimed(train(name, **flags, run_name="one"))
     twos = untimed(train_by_two({name: text}, {name: flags_of(folder, name, **flags)}, tmp_path)[name])
     for one, two in zip(ones, twos, strict=True):
@@ -249,7 +244,6 @@ def test_cispo_as_a_file_has_the_loss_of_the_patch(variant, monkeypatch):
         losses, clipped = losses_of(algo, new.requires_grad_(), old, advantages, clip_low=0.3, clip_high=0.4)
         found.append((losses, clipped, *torch.autograd.grad(losses.sum(), new)))
     assert all(map(torch.equal, *found))
-
 
 
 def test_rank_prefers_short_right_answers_of_a_group():
