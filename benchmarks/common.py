@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -36,17 +37,21 @@ def launcher(processes, *command, python=sys.executable):
 def run(words, limit=math.inf, **environment):
     """Runs a command to its end, each process on one thread: (what it printed, bytes of its largest process).
 
-    If it fails, or prints nothing for `limit` seconds, this program ends with the last of what it printed.
+    If it fails, this program ends with the last of what it printed. So it does if for `limit` seconds nothing is
+    printed and its processes hardly compute, as when they wait for each other; or if nothing is for ten times as long.
     """
     ours = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
     with tempfile.TemporaryFile("w+") as console:
         options = {"stdout": console, "stderr": subprocess.STDOUT, "env": os.environ | ours | environment}
         process = subprocess.Popen([str(word) for word in words], **options)
-        ended = 0
+        ended, looked, computed = 0, time.time(), 0.0
         while not ended:
             time.sleep(0.05)
-            if time.time() - os.fstat(console.fileno()).st_mtime > limit:
-                abort(process.pid)
+            silent = time.time() - os.fstat(console.fileno()).st_mtime
+            if time.time() - looked > limit:
+                before, computed, looked = computed, processor_seconds(process.pid), time.time()
+                if silent > limit and (computed - before < limit / 20 or silent > 10 * limit):
+                    abort(process.pid)
             ended, status, usage = os.wait4(process.pid, os.WNOHANG)
         process.returncode = os.waitstatus_to_exitcode(status)
         console.seek(0)
@@ -54,6 +59,15 @@ def run(words, limit=math.inf, **environment):
     if process.returncode:
         sys.exit(f"{' '.join(process.args)}: exit code {process.returncode}\n{said[-20000:]}")
     return said, 1024 * usage.ru_maxrss
+
+
+def processor_seconds(pid):
+    """Of a process and those that it has started."""
+    found = 0.0
+    with suppress(psutil.NoSuchProcess):  # they may end meanwhile
+        for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            found += sum(one.cpu_times()[:2])
+    return found
 
 
 def abort(pid):

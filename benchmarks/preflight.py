@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from accelerate.commands.config.config_args import default_config_file
 from common import ROOT
-from memory import of_run
+from memory import of_run, shape_of
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
@@ -107,6 +107,10 @@ def models(run, args, script, model):
     run.eos_ids = script.collect_eos_ids(shell, tokenizer)
     stop(not run.eos_ids, "there is no EOS id, so no response would end: set eos_token in tokenizer_config.json")
     print(f"ok    {kind}, {shell.num_parameters():,} parameters, {len(tokenizer)} tokens, EOS ids {run.eos_ids}")
+    size, experts = shell.num_parameters(), shape_of(config.get_text_config()).experts
+    ends = ["mixtures of experts above 10B"] * bool(experts and size > 1e10) + ["models above 14B"] * (size > 1.4e10)
+    ends += ["responses above 8,000 tokens"] * (args.max_response_length > 8000)
+    look(ends, f"{' and '.join(ends)} are more than these scripts are for (notes/run/launch.md, Where the scripts end)")
     ordinary = [x for x in run.eos_ids if x not in tokenizer.added_tokens_decoder]
     look(ordinary, f"EOS ids {ordinary} are ordinary tokens: every answer ends at the first of them")
     penalty = shell.generation_config.repetition_penalty or 1
@@ -160,8 +164,11 @@ def data(run, args, script, processes, model, shell, tokenizer, templated, datas
     positions = getattr(shell.config.get_text_config(), "max_position_embeddings", float("inf"))
     stop(longest + args.max_response_length > positions, f"prompt and response can exceed {positions} positions")
     stop(highest >= size, f"a prompt has the token {highest}, but {model} has {size} embeddings")
-    peak = of_run(args, shell.config.get_text_config(), longest, processes)
-    print(f"ok    about {peak:.1f} GiB of memory a process, for a model of the kind of Qwen2 (notes, chapter 14)")
+    peak = of_run(args, shell.config.get_text_config(), shell.num_parameters(), longest, processes)
+    if not look(
+        peak is None, "no forecast of memory: the model isn't built like Qwen2 or Qwen3-MoE (notes, chapter 14)"
+    ):
+        print(f"ok    about {peak:.1f} GiB of memory a process (notes, chapter 14)")
     look(len(tokenizer) > size, f"{len(tokenizer)} tokens, but {size} embeddings: the others must not occur")
     file = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     original = Tokenizer.from_file(file) if file else tokenizer.backend_tokenizer

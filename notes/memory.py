@@ -1,7 +1,8 @@
 """Memory arithmetic of the scripts, term by term, in bytes per device: python notes/memory.py prints the tables.
 
-The functions are the terms of notes/14-memory.md. Shapes are those of Qwen2. `bf16` means --dtype bfloat16; `sharded`
-means ppo_llm_fsdp.py, which casts weights where ppo_llm.py and grpo_llm.py use autocast.
+The functions are the terms of notes/14-memory.md. Shapes are those of Qwen2, with heads of any width, or with experts
+as in Qwen3-MoE. `bf16` means --dtype bfloat16; `sharded` means ppo_llm_fsdp.py, which casts weights where ppo_llm.py
+and grpo_llm.py use autocast.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Shape:
-    """What the config of a Qwen2 model says."""
+    """What the config of a model says. With experts, `intermediate` is the width of one."""
 
     vocab: int
     hidden: int
@@ -20,10 +21,21 @@ class Shape:
     heads: int
     kv_heads: int
     tied: bool  # the output head is the embedding
+    head_dim: int = 0  # 0: hidden / heads
+    experts: int = 0  # in each block; 0: it has one MLP
+    active: int = 0  # of them for a token
+
+    @property
+    def head_width(self):
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def q_width(self):
+        return self.head_width * self.heads
 
     @property
     def kv_width(self):
-        return self.hidden // self.heads * self.kv_heads
+        return self.head_width * self.kv_heads
 
 
 SHAPES = {
@@ -37,14 +49,21 @@ SHAPES = {
 
 
 def linear_sizes(shape):
-    """(in, out) of the linear layers of one block: q, k, v, o, gate, up, down."""
-    h, k, m = shape.hidden, shape.kv_width, shape.intermediate
-    return [(h, h), (h, k), (h, k), (h, h), (h, m), (h, m), (m, h)]
+    """(in, out) of the linear layers of one block: q, k, v, o, gate, up, down. Experts are none in transformers."""
+    h, q, k, m = shape.hidden, shape.q_width, shape.kv_width, shape.intermediate
+    mlp = [] if shape.experts else [(h, m), (h, m), (m, h)]
+    return [(h, q), (h, k), (h, k), (q, h), *mlp]
+
+
+def count_linear(shape):
+    """Parameters of the linear layers of one block, with the biases of q, k and v."""
+    return sum(a * b for a, b in linear_sizes(shape)) + shape.q_width + 2 * shape.kv_width
 
 
 def count_block(shape):
-    """Parameters of one block: weights of its linear layers, biases of q, k, v, two norms."""
-    return sum(a * b for a, b in linear_sizes(shape)) + shape.hidden + 2 * shape.kv_width + 2 * shape.hidden
+    """Parameters of one block: its linear layers, two norms, experts and what chooses them."""
+    h, m = shape.hidden, shape.intermediate
+    return count_linear(shape) + 2 * h + shape.experts * (3 * h * m + h)
 
 
 def count_root(shape, critic=False):
@@ -64,7 +83,7 @@ def count_cast(shape, critic=False):
     A head that is tied to the embedding stays in float32. Of the critic's, peft keeps a frozen copy.
     """
     head = shape.hidden + 1 if critic else 0 if shape.tied else shape.vocab * shape.hidden
-    return shape.layers * (count_block(shape) - 2 * shape.hidden) + head
+    return shape.layers * count_linear(shape) + head
 
 
 def count_trained(shape, lora_rank=0, critic=False):
@@ -113,8 +132,7 @@ def autocast_copies(shape, lora_rank=0):
     """
     if lora_rank:
         return 2 * shape.vocab * shape.hidden * shape.tied
-    block = count_block(shape) - 2 * shape.hidden  # autocast does not cast the norms
-    return 2 * (block * shape.layers + shape.vocab * shape.hidden)
+    return 2 * (count_linear(shape) * shape.layers + shape.vocab * shape.hidden)  # neither norms nor experts
 
 
 def activations(shape, tokens, bf16=False, sharded=False, checkpointing=False, plain_length=0):
@@ -122,17 +140,19 @@ def activations(shape, tokens, bf16=False, sharded=False, checkpointing=False, p
 
     With checkpointing that is the input of every block, and all of one, which is computed again. plain_length: of a
     row, where no fused kernel runs: keys and values repeated for every head, and the probabilities, are kept as well.
+    Autocast leaves experts in float32 (seen on a CPU). Of each that a token has, input and output are kept, too.
     """
-    h, m, small = shape.hidden, shape.intermediate, 4 * (shape.heads + 2)
-    attention = h + 2 * shape.kv_width  # q, k, v
+    h, m, small = shape.hidden, 0 if shape.experts else shape.intermediate, 4 * (shape.heads + 2)
+    attention = 2 * shape.q_width + 2 * shape.kv_width  # q, k, v and what comes of them
     if not bf16:
-        block, stream = 4 * (7 * h + attention + 4 * m) + small, 4 * h
+        block, stream = 4 * (6 * h + attention + 4 * m) + small, 4 * h
     elif sharded:
-        block, stream = 4 * 2 * h + 2 * (5 * h + attention + 4 * m) + small, 2 * h
+        block, stream = 4 * 2 * h + 2 * (4 * h + attention + 4 * m) + small, 2 * h
     else:
-        block, stream = 4 * 4 * h + 2 * (6 * h + attention + 4 * m) + small, 4 * h
+        block, stream = 4 * 4 * h + 2 * (5 * h + attention + 4 * m) + small, 4 * h
+    block += shape.active * (2 if bf16 and sharded else 4) * (4 * shape.intermediate + 2 * h)
     if plain_length:
-        block += 4 * (shape.heads * plain_length + 2 * (h - shape.kv_width) - shape.heads)
+        block += 4 * (shape.heads * plain_length + 2 * (shape.q_width - shape.kv_width) - shape.heads)
     return tokens * (shape.layers * stream + block if checkpointing else shape.layers * block)
 
 
@@ -184,13 +204,13 @@ def prefill(shape, rows, prompt, bf16=False, sharded=False, lora_rank=0):
     norm. LoRA has a fourth product; under autocast peft casts its widest input, down's, to float32, and autocast back.
     The rest: cosine and sine, the causal mask of padded rows, and five whole numbers (ids, mask, positions, ...).
     """
-    h, m = shape.hidden, shape.intermediate
+    h, m = shape.hidden, shape.intermediate * max(1, shape.active)
     stream, number = 2 if bf16 and sharded else 4, 2 if bf16 else 4
     if lora_rank and stream > number:
         inside = (2 + 4 + 2) * m + 2 * (h + lora_rank)
     else:
         inside = number * (4 if lora_rank else 3) * m
-    rest = 2 * stream * (h // shape.heads) + prompt + 5 * 8
+    rest = 2 * stream * shape.head_width + prompt + 5 * 8
     return rows * prompt * (4 * stream * h + inside + rest)
 
 
@@ -278,20 +298,43 @@ def budget(
     return terms
 
 
-def of_run(args, config, prompt, processes=1):
-    """GiB of a run on one device: its Args, the config of its text model, the tokens of its longest prompt.
+def shape_of(config):
+    """The Shape that a config tells of, whatever its model is."""
 
-    The script is known by its flags. A model of another kind counts as one like Qwen2 of its size.
+    def first(*names, default=0):
+        return next((x for name in names if (x := getattr(config, name, None))), default)
+
+    heads = first("num_attention_heads", default=1)
+    experts = first("num_experts", "num_local_experts", "n_routed_experts")
+    width = first(*["moe_intermediate_size"] * bool(experts), "intermediate_size", default=4 * config.hidden_size)
+    return Shape(
+        config.vocab_size,
+        config.hidden_size,
+        width,
+        config.num_hidden_layers,
+        heads,
+        first("num_key_value_heads", default=heads),
+        bool(config.tie_word_embeddings),
+        first("head_dim"),
+        experts,
+        first("num_experts_per_tok") if experts else 0,
+    )
+
+
+def of_run(args, config, parameters, prompt, processes=1):
+    """GiB of a run on one device: its Args, the config of its text model, the number of parameters that this has, the
+    tokens of its longest prompt. None if we count other parameters, by 3% or more: it's built in another way.
+
+    The script is known by its flags.
     """
-    heads = config.num_attention_heads
-    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    sizes = config.vocab_size, config.hidden_size, width, config.num_hidden_layers, heads, kv_heads
+    shape = shape_of(config)
+    if abs(count(shape) / parameters - 1) >= 0.03:
+        return None
     length = prompt + args.max_response_length
     share = args.minibatch_size // processes * length  # tokens of a step
     tokens = min(share, max(args.microbatch_tokens, length))
     terms = budget(
-        Shape(*sizes, bool(config.tie_word_embeddings)),
+        shape,
         processes,
         sharded=hasattr(args, "offload"),
         bf16=args.dtype != "float32",

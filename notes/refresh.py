@@ -6,11 +6,13 @@
 It writes the excerpts of walk.md and differences.md: below `<!-- code: START -->` the loop of ppo_llm.py from the line
 that begins so to the next such mark, below `<!-- function: NAME -->` a function of it, below `<!-- hunk NAME: KEY -->`
 the hunk of a diff in which KEY is; for * all that no mark names. Below `<!-- flags: PART -->` of run/flags.md come the
-flags of this part of the scripts' Args. A line of README's loop follows that of grpo_llm.py which begins like it.
+flags of this part of the scripts' Args. A line of README's loop follows that of grpo_llm.py which begins like it. A
+page whose mark or line has no match any more is named and left as it is.
 
 --scripts compares with HEAD, or with a commit that you name after it. A function, class or constant that was the same
 in several scripts becomes so again. A new one goes to the scripts that use its name, behind the one that it follows.
-What is in one script alone, or differs between them, such as `main`, and imports are left to you.
+What is in one script alone, or differs between them, such as `main`, and imports are left to you. It also says where
+pages still have, in backticks, a name that is gone from all scripts.
 """
 
 import ast
@@ -63,7 +65,9 @@ def function_source(name):
     source = (ROOT / "ppo_llm.py").read_text()
     node = ast.parse(source)
     for part in name.split("."):
-        (node,) = (x for x in node.body if getattr(x, "name", None) == part)
+        node = next((x for x in node.body if getattr(x, "name", None) == part), None)
+        if node is None:
+            raise SystemExit(f"ppo_llm.py has no {name} (any more)")
     lines, body = source.splitlines(), node.body[1:] if ast.get_docstring(node) else node.body
     own = [*lines[node.lineno - 1 : node.body[0].lineno - 1], *lines[body[0].lineno - 1 : node.end_lineno]]
     return textwrap.dedent("\n".join(own))
@@ -80,7 +84,7 @@ def with_excerpts(text):
         found = (i for i in range(starts[-1], len(lines)) if lines[i].strip().startswith(mark))
         starts.append(next(found, None))
         if starts[-1] is None:
-            raise SystemExit(f"walk.md: the loop has no line (any more, or behind the last mark) that begins {mark!r}")
+            raise SystemExit(f"the loop has no line (any more, or behind the last mark) that begins {mark!r}")
     ends = iter([*starts[2:], len(lines)])
     begins = iter(starts[1:])
     named = {name: re.findall(rf"<!-- hunk {name}: (.*) -->", text) for name in DIFFS}
@@ -94,7 +98,7 @@ def with_excerpts(text):
         if match[2] == "*":
             own = [x for x in hunks(match[1]) if not any(key in x for key in named[match[1]] if key != "*")]
         elif len(own) != 1:
-            raise SystemExit(f"differences.md: {len(own)} hunks of {match[1]} have {match[2]!r}")
+            raise SystemExit(f"{len(own)} hunks of {match[1]} have {match[2]!r}")
         return f"<!-- hunk {match[1]}: {match[2]} -->\n```diff\n{''.join(own)}```\n"
 
     def function(match):
@@ -134,7 +138,7 @@ def with_flags(text):
 
     text = re.sub(r"<!-- flags: (.*) -->\n(?:\n(?:\|.*\n)+)?", table, text)
     if parts:
-        raise SystemExit(f"run/flags.md has no mark for {', '.join(parts)}")
+        raise SystemExit(f"there is no mark for {', '.join(parts)}")
     return text
 
 
@@ -150,17 +154,23 @@ def with_loop(text):
         start = re.match(r".*?(?= = |\(|$)", code.strip())[0]
         found = [x for x in script if x == code.strip()] or [x for x in script if x.startswith(start)]
         if not found:
-            raise SystemExit(f"README.md: the loop of grpo_llm.py has no line (any more) that begins {start!r}")
+            raise SystemExit(f"the loop of grpo_llm.py has no line (any more) that begins {start!r}")
         script = script[script.index(found[0]) + 1 :]
         result += code[: len(code) - len(code.lstrip())] + found[0] + mark + comment + "\n"
     return text.replace(excerpt, result)
 
 
 def contents():
-    """{path: what it should hold} of everything that this script writes."""
-    result = {page: with_excerpts(page.read_text()) for page in (NOTES / "walk.md", NOTES / "differences.md")}
-    result[ROOT / "README.md"] = with_loop((ROOT / "README.md").read_text())
-    return result | {NOTES / "run" / "flags.md": with_flags((NOTES / "run" / "flags.md").read_text())}
+    """({path: what it should hold} of everything that this script writes, [why some of it cannot be written])"""
+    writers = {NOTES / "walk.md": with_excerpts, NOTES / "differences.md": with_excerpts}
+    writers |= {NOTES / "run" / "flags.md": with_flags, ROOT / "README.md": with_loop}
+    result, wrong = {}, []
+    for page, write in writers.items():
+        try:
+            result[page] = write(page.read_text())
+        except SystemExit as error:
+            wrong.append(f"{page.relative_to(ROOT)} is left as it is: {error}")
+    return result, wrong
 
 
 def definitions(source):
@@ -213,24 +223,45 @@ def is_used(name, text):
     return re.search(rf"\b{name}\b", text)
 
 
+def names_in(source):
+    """What code calls things: functions, classes, variables, arguments, attributes."""
+    kinds = "name", "id", "arg", "attr"
+    return {getattr(node, kind) for node in ast.walk(ast.parse(source)) for kind in kinds if hasattr(node, kind)}
+
+
+def still_named(old, new):
+    """["notes/01-ppo.md, line 12: `gae`", ...]: what pages name in backticks, and the scripts' texts no longer do."""
+    gone = set().union(*map(names_in, old)) - set().union(*map(names_in, new))
+    found = []
+    for page in sorted([*NOTES.rglob("*.md"), *ROOT.glob("*.md")]):
+        for number, line in enumerate(page.read_text().splitlines(), 1) if page.name != "CHANGELOG.md" else ():
+            words = {word for code in re.findall("`([^`]+)`", line) for word in re.findall(r"\w+", code)}
+            found += [f"{page.relative_to(ROOT)}, line {number}: `{name}`" for name in sorted(words & gone)]
+    return found
+
+
 def copy_shared(base):
-    old, texts = {}, {}
+    before, texts = {}, {}
     for script in SCRIPTS:
-        old[script] = definitions(subprocess.check_output(["git", "show", f"{base}:{script}"], cwd=ROOT, text=True))
+        before[script] = subprocess.check_output(["git", "show", f"{base}:{script}"], cwd=ROOT, text=True)
         texts[script] = (ROOT / script).read_text()
-    new, said = with_shared(old, texts)
+    new, said = with_shared({script: definitions(text) for script, text in before.items()}, texts)
     for script in SCRIPTS:
         if new[script] != texts[script]:
             (ROOT / script).write_text(new[script])
             said.insert(0, f"{script} follows")
+    said += [f"no longer in a script: {place}" for place in still_named(before.values(), new.values())]
     print("\n".join(said))
 
 
 if __name__ == "__main__":
     if "--scripts" in sys.argv[1:]:
         copy_shared(sys.argv[2] if len(sys.argv) > 2 else "HEAD")
-    stale = {path: text for path, text in contents().items() if path.read_text() != text}
+    pages, wrong = contents()
+    stale = {path: text for path, text in pages.items() if path.read_text() != text}
     if "--check" in sys.argv[1:] and stale:
-        sys.exit(f"python notes/refresh.py would change {', '.join(path.name for path in stale)}")
-    for path, text in stale.items():
-        path.write_text(text)
+        wrong.append(f"python notes/refresh.py would change {', '.join(path.name for path in stale)}")
+    else:
+        for path, text in stale.items():
+            path.write_text(text)
+    sys.exit("\n".join(wrong) or None)

@@ -1,25 +1,32 @@
 """The arithmetic of notes/memory.py against what torch holds, and against what whole processes held."""
 
-from types import SimpleNamespace
-
 import memory
 import pytest
 import torch
-from helpers import ROOT, SCRIPTS, each_script, load_script, make_model
+from helpers import ROOT, each_script, load_script, make_model
 from memory import GIB, SHAPES, Shape, budget
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
 
 
+@pytest.mark.parametrize("head_dim", [16, 24])
 @pytest.mark.parametrize("bf16, fused", [(False, True), (True, True), (False, False)])
-def test_a_block_saves_the_activations_of_the_formula(bf16, fused):
+def test_a_block_saves_the_activations_of_the_formula(bf16, fused, head_dim):
     """Exactly, and under autocast the copies of its weights besides; not fused: as on a GPU in float32."""
-    shape = Shape(300, 64, 200, 2, 4, 2, True)
+    shape = Shape(300, 64, 200, 2, 4, 2, True, head_dim)
 
     def saved_bytes(num_layers):
-        config = Qwen2Config(num_hidden_layers=num_layers, intermediate_size=200, **SIZES)
+        config = Qwen2Config(num_hidden_layers=num_layers, intermediate_size=200, head_dim=head_dim, **SIZES)
         model, found = AutoModelForCausalLM.from_config(config).model.train(), {}
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -73,18 +80,35 @@ def test_weights_take_the_bytes_of_the_formula(toy_run, spy, script, tmp_path, l
     assert held == state["weights"] + state["reference"]
 
 
-# The smallest card on which Qwen2.5-0.5B trains with every flag at its default, with a tenth of it left.
-SMALLEST = {"ppo_llm": 40, "grpo_llm": 24, "ppo_llm_fsdp": 40}
+QWEN3 = {"vocab_size": 151_936, "head_dim": 128}
+QWEN3_32B = QWEN3 | {"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64}
+QWEN3_32B |= {"num_attention_heads": 64, "num_key_value_heads": 8}
+QWEN3_30B_A3B = QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_experts": 128}
+QWEN3_30B_A3B |= {"moe_intermediate_size": 768, "num_experts_per_tok": 8}
+QWEN3_30B_A3B |= {"num_attention_heads": 32, "num_key_value_heads": 4}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_which_card_the_defaults_need(name):
-    """In bfloat16 on one GPU, and preflight's forecast of it."""
-    shape, args = SHAPES["Qwen2.5-0.5B"], load_script(ROOT / f"{name}.py").Args(model="")
-    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
-    sizes = shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads
-    config = SimpleNamespace(**dict(zip(names, sizes)), vocab_size=shape.vocab, tie_word_embeddings=True)
-    forecast = memory.of_run(args, config, args.max_prompt_length)
-    kind = {"critic": hasattr(args, "critic_lr"), "sharded": name.endswith("fsdp")}
-    assert forecast == budget(shape, microbatches=16, **kind)["peak"] / GIB
-    assert memory.card(forecast * GIB / memory.USABLE) == str(SMALLEST[name])
+@pytest.mark.parametrize(
+    "config, parameters, cache",
+    [
+        (Qwen3Config(**QWEN3_32B), 32_762_123_264, 64 * 2 * 8 * 128),
+        (Qwen3MoeConfig(**QWEN3_30B_A3B), 30_532_122_624, 48 * 2 * 4 * 128),
+        (GPT2Config(), 124_439_808, None),  # two matrices in an MLP instead of three
+        (Qwen2MoeConfig(), 14_315_784_192, None),  # an expert that every token has
+    ],
+)
+def test_a_forecast_counts_heads_and_experts_or_gives_no_number(config, parameters, cache):
+    """parameters: the model's own count. cache: numbers that a token has in it."""
+    with torch.device("meta"):
+        assert AutoModelForCausalLM.from_config(config).num_parameters() == parameters
+    shape, args = memory.shape_of(config), load_script(ROOT / "grpo_llm.py").Args(model="")
+    found = memory.of_run(args, config, parameters, 512)
+    if cache is None:
+        assert found is None
+        return
+    assert abs(memory.count(shape) / parameters - 1) < 1e-4
+    assert memory.kv_cache(shape, 1, 1) == 4 * cache
+    assert found * GIB > 20 * parameters  # in float32: weights, reference, gradients, two moments
+    assert abs(memory.of_run(args, config, parameters, 512, 8) - found) < 0.1 * found  # it shards nothing
+    args = load_script(ROOT / "ppo_llm_fsdp.py").Args(model="")
+    assert 36 / 8 * parameters < memory.of_run(args, config, parameters, 512, 8) * GIB < 36 / 2 * parameters

@@ -1,14 +1,12 @@
 """What the project promises about its own files: sizes, one text for what scripts share, the merge, what it embeds."""
 
 import ast
-import difflib
 import importlib.util
 import io
 import itertools
 import json
 import re
 import shlex
-import subprocess
 import sys
 import tokenize
 import tomllib
@@ -17,22 +15,11 @@ from dataclasses import fields
 import matplotlib.pyplot as plt
 import pytest
 import ranks
-from helpers import ROOT, ruff, write_rows
+from helpers import ROOT, compose, ruff, write_rows
 from refresh import definitions
 
-# One sitting. A ceiling is never raised to let a feature in. A version that is released leaves AIR tokens free, which
-# the flag and the metric of a contributor may take.
-AIR = 40
-CEILINGS = {
-    "ppo_llm": {"tokens": 8600, "code lines": 850, "lines": 1275, "main": 235, "flags": 50, "before loop": 1400},
-    "grpo_llm": {"tokens": 8320, "code lines": 830, "lines": 1240, "main": 220, "flags": 47, "before loop": 1350},
-    "ppo_llm_fsdp": {"tokens": 9620, "code lines": 965, "lines": 1430, "main": 255, "flags": 53, "before loop": 1650},
-}
-PLAIN = {"longest other": 40, "refusals": 26, "tags": 38, "tokens per line": 10.8, "long lines %": 13.0}
-PLAIN |= {"tuple assignments": 6, "conditionals in calls": 2, "nested comprehensions": 1, "walruses": 0}
-FORBIDDEN = {"threading", "socket", "select", "mmap", "resource", "ctypes", "multiprocessing"}
-# Code lines that one has and the other has not.
-DIFF_CEILINGS = {("ppo_llm", "grpo_llm"): 160, ("ppo_llm", "ppo_llm_fsdp"): 210}
+# One sitting. A release stays 100 below, so that anybody's phase, flag and metric go in.
+TOKENS = {"ppo_llm": 8900, "grpo_llm": 8580, "ppo_llm_fsdp": 9900}
 # What may differ between scripts under one name, and why. Everything else is one text.
 ALGORITHM = {
     "Args": "each algorithm has flags of its own",
@@ -69,90 +56,44 @@ def load_benchmark(name):
     return module
 
 
-def code_numbers(source):
-    """Numbers of the lines that are not blank, comment or docstring."""
-    docs = set()
+def count_tokens(source):
+    """Names, operators, numbers and strings, an f-string as one, without comments and docstrings."""
+    docs, count, inside = set(), 0, 0
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
             docs |= set(range(node.lineno, node.end_lineno + 1))
-    lines = enumerate(source.splitlines(), 1)
-    return {i for i, line in lines if line.strip() and not line.strip().startswith("#") and i not in docs}
-
-
-def count_tokens(source):
-    """{number of a code line: its names, operators, numbers and strings}; an f-string is one."""
-    found, inside = dict.fromkeys(code_numbers(source), 0), 0
     kinds = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         name = tokenize.tok_name[token.type]  # of Python 3.12 and later: 3.11 has f-strings as STRING
         inside -= name == "FSTRING_END"
-        if token.start[0] in found and inside == 0 and (token.type in kinds or name == "FSTRING_START"):
-            found[token.start[0]] += 1
+        count += token.start[0] not in docs and inside == 0 and (token.type in kinds or name == "FSTRING_START")
         inside += name == "FSTRING_START"
-    return found
-
-
-def measure(source):
-    """What CEILINGS and PLAIN bound."""
-    nodes, code, by_line = list(ast.walk(ast.parse(source))), code_numbers(source), count_tokens(source)
-
-    def of(*kinds):
-        return [node for node in nodes if isinstance(node, kinds)]
-
-    tokens = sum(by_line.values())
-    loop = next(i for i, line in enumerate(source.splitlines(), 1) if line.strip().startswith("for iteration in"))
-    lengths = [(node.name, sum(node.lineno <= i <= node.end_lineno for i in code)) for node in of(ast.FunctionDef)]
-    (args,) = (node for node in of(ast.ClassDef) if node.name == "Args")
-    fails = [node for node in of(ast.Call) if getattr(node.func, "id", "") == "fail"]
-    pairs = [node for node in of(ast.Assign) if isinstance(node.targets[0], ast.Tuple)]
-    loops = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
-    nested = [x for x in of(*loops) if len(x.generators) > 1 or sum(isinstance(y, loops) for y in ast.walk(x)) > 1]
-    inside = of(ast.Call, ast.keyword, ast.Starred, ast.FormattedValue)
-    return {
-        "tokens": tokens,
-        "code lines": len(code),
-        "lines": len(source.splitlines()),
-        "main": max(length for name, length in lengths if name == "main"),
-        "flags": sum(isinstance(field, ast.AnnAssign) for field in args.body),
-        "before loop": sum(count for i, count in by_line.items() if i < loop),
-        "longest other": max(length for name, length in lengths if name != "main"),
-        "refusals": len(of(ast.Raise, ast.Assert) + fails),
-        "tags": len(re.findall(r"#[^\n]*\[\d+\.\d+\]", source)),
-        "tokens per line": round(tokens / len(code), 1),
-        "long lines %": round(100 * sum(count >= 20 for count in by_line.values()) / len(code), 1),
-        "tuple assignments": sum(isinstance(node.value, ast.Tuple) for node in pairs),
-        "conditionals in calls": sum(isinstance(x, ast.IfExp) for node in inside for x in ast.iter_child_nodes(node)),
-        "nested comprehensions": len(nested),
-        "walruses": len(of(ast.NamedExpr)),
-    }
+    return count
 
 
 def read_script(name):
     return (ROOT / f"{name}.py").read_text()
 
 
-@pytest.mark.parametrize("name", CEILINGS)
+@pytest.mark.parametrize("name", TOKENS)
 def test_a_script_is_read_in_one_sitting_and_stands_alone(name):
     source = read_script(name)
-    found = measure(source)
-    assert {what: found[what] for what, most in (CEILINGS[name] | PLAIN).items() if found[what] > most} == {}
-    newest = re.search(r"(?m)^## (.*)$", (ROOT / "CHANGELOG.md").read_text())[1]
-    assert found["tokens"] <= CEILINGS[name]["tokens"] - AIR * ("unreleased" not in newest)
+    assert count_tokens(source) <= TOKENS[name]
+    assert count_tokens(source.replace("def main(", "# One line.\n# Two.\n# Three.\ndef main(")) == count_tokens(source)
     imported = {module.split(".")[0] for module in re.findall(r"(?m)^ *(?:import|from(?= \S+ import)) (\S+)", source)}
-    known = {"accelerate", "datasets", "peft", "torch", "transformers", "tyro"}
-    assert imported <= (set(sys.stdlib_module_names) - FORBIDDEN) | known
+    assert imported <= {*sys.stdlib_module_names, "accelerate", "datasets", "peft", "torch", "transformers", "tyro"}
 
 
 def test_a_script_alone_asks_for_what_the_project_does():
     """By its header (PEP 723), the same in all: what `uv run SCRIPT` installs, with the extra for LoRA."""
-    headers = {re.search(r"(?ms)^# /// script\n(.*?)^# ///$", read_script(name))[1] for name in CEILINGS}
+    headers = {re.search(r"(?ms)^# /// script\n(.*?)^# ///$", read_script(name))[1] for name in TOKENS}
     (header,) = (tomllib.loads(re.sub("(?m)^# ?", "", header)) for header in headers)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = project["dependencies"] + project["optional-dependencies"]["lora"]
     assert header == {"requires-python": project["requires-python"], "dependencies": wanted}
 
 
-@pytest.mark.parametrize("pair", itertools.combinations(CEILINGS, 2), ids=" and ".join)
+@pytest.mark.parametrize("pair", itertools.combinations(TOKENS, 2), ids=" and ".join)
 def test_what_scripts_share_by_name_is_one_text(pair):
     one, other = (definitions(read_script(script)) for script in pair)
     allowed = {*(ALGORITHM if "grpo_llm" in pair else ()), *(SHARDING if "ppo_llm_fsdp" in pair else ())}
@@ -161,28 +102,15 @@ def test_what_scripts_share_by_name_is_one_text(pair):
     assert len(shared) >= 50 and shared == [name for name in other if name in one]  # in one order, too
 
 
-@pytest.mark.parametrize("pair", DIFF_CEILINGS, ids=" to ".join)
-def test_the_difference_between_scripts_stays_small(pair):
-    lines = []
-    for script in pair:
-        source = read_script(script)
-        lines.append([source.splitlines()[number - 1] for number in sorted(code_numbers(source))])
-    changes = [line for line in difflib.unified_diff(*lines, n=0, lineterm="") if line[0] in "+-"][2:]
-    assert 100 < len(changes) <= DIFF_CEILINGS[pair]
-
-
 def test_scripts_compose(tmp_path):
     """The merge has no conflict and is clean code; what it computes: test_ranks.py and test_resume.py."""
-    merge = "git merge-file -p grpo_llm.py ppo_llm.py ppo_llm_fsdp.py"
-    assert merge in (ROOT / "README.md").read_text()
-    done = subprocess.run(merge.split(), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "<<<<<<<" not in done.stdout, "conflicts"
-    (tmp_path / "grpo_llm_fsdp.py").write_text(done.stdout)
+    assert "python notes/variants.py shard grpo_llm.py" in (ROOT / "README.md").read_text()
+    compose(tmp_path)
     ruff("check", tmp_path)
     ruff("format", "--check", tmp_path)
 
 
-@pytest.mark.parametrize("name", CEILINGS)
+@pytest.mark.parametrize("name", TOKENS)
 def test_every_flag_is_read_and_help_shows_what_holds(name, monkeypatch, capsys):
     module, source = load_script(name), read_script(name)
     flags = [field.name for field in fields(module.Args)]
@@ -213,7 +141,7 @@ def check_flags(script, flags, num_processes=2):
 def test_the_front_door_is_short_and_tags_lead_to_sections():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
     notes = "".join(path.read_text() for path in (ROOT / "notes").glob("*.md"))
-    tags = {tag for script in CEILINGS for tag in re.findall(r"#[^\n]*\[(\d+\.\d+)\]", read_script(script))}
+    tags = {tag for script in TOKENS for tag in re.findall(r"#[^\n]*\[(\d+\.\d+)\]", read_script(script))}
     assert tags <= {*re.findall(r"(?m)^## (\d+\.\d+)\b", notes)} and len(tags) >= 20
 
 
