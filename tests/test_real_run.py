@@ -31,7 +31,7 @@ def clone(tmp_path_factory):
     for name in "ppo_llm.py", "grpo_llm.py", "ppo_llm_fsdp.py", "notes", "benchmarks":
         (folder / name).symlink_to(ROOT / name)
     for line in COMMANDS:
-        if line.startswith(("git merge-file", "python notes/variants.py")):
+        if line.startswith("python notes/variants.py"):
             line = line.partition(" && ")[0].replace("python ", f"{sys.executable} ", 1)
             subprocess.run(line, shell=True, cwd=folder, check=True, capture_output=True)
     return folder

@@ -343,19 +343,46 @@ def test_two_runs_are_the_same_but_for_rounding_or_the_first_difference_is_named
 
 # --------------------------------------------------------------------------------------------------- check_copy.py
 
-QUANTILE = """        few = torch.quantile(old_logprobs[mask], 0.5)  # of this rank's tokens
+
+def test_only_what_stands_still_is_ended(monkeypatch):
+    """A loop that prints nothing is none. Of the other we learn where it stood."""
+    common = load_benchmark("common")
+    busy = "import time\nwhile time.process_time() < 3: pass\nprint('done')"
+    assert common.run([sys.executable, "-c", busy], limit=1)[0] == "done\n"
+    with pytest.raises(SystemExit, match=r"(?s)Fatal Python error: Aborted.*line 3 in stand"):
+        common.run([sys.executable, "-c", "import time\ndef stand():\n    time.sleep(60)\nstand()"], limit=1)
+
+
+BEGIN = "        lr_factor = min("
+WRONG = f"""        few = torch.quantile(old_logprobs[mask], 0.5)  # of this rank's tokens
         advantages = torch.where(old_logprobs < few, advantages, 0)
-"""
-COPIES = [("", 0, r"(?s)resumed, 1 process\(es\): the same.*the change does nothing")]
-COPIES += [(QUANTILE, 1, r"(?s)advantage/.*the change acts")]
+        ref_logprobs = ref_logprobs.roll(1, 1) * mask
+{BEGIN}"""
+SUM = "        sum_gradients(trained_parameters(trained_model).values())\n"
+COPIES = [
+    (
+        "maxrl",
+        "",
+        "",
+        "--estimator maxrl",
+        0,
+        [r"sharded-resumed, .*: the same", "without --estimator: .* change acts"],
+    ),
+    ("grpo_llm", BEGIN, f"        # nothing\n{BEGIN}", "", 1, ["the change does nothing"]),
+    ("grpo_llm", BEGIN, WRONG, "", 1, ["still, .*kl/mean is .* in iteration 1", "advantage/.*", "the change acts"]),
+    ("grpo_llm", SUM, "", "", 1, ["two, .*the ranks take a step with different gradients"]),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault, code, said", COPIES)
-def test_a_copy_is_checked_by_one_command(fault, code, said, tiny_model, toy_data, toy_reward, tmp_path):
-    begin = "        lr_factor = min("
-    copy = changed("grpo_llm.py", begin, fault + begin, tmp_path / "my_copy.py")
-    flags = f"--model {tiny_model} --dataset {toy_data} --reward {toy_reward} --max-response-length 10 --lr 1e-3"
-    command = [sys.executable, ROOT / "benchmarks" / "check_copy.py", copy, "--flags", flags]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == code and re.search(said, done.stdout), done.stdout + done.stderr
+@pytest.mark.parametrize("name, old, new, flags, code, said", COPIES)
+def test_a_copy_is_checked_by_one_command(
+    name, old, new, flags, code, said, tiny_model, toy_data, toy_reward, tmp_path
+):
+    text = (ROOT / "grpo_llm.py").read_text() if name == "grpo_llm" else variants.patched(name)
+    (tmp_path / "my_copy.py").write_text(text.replace(old, new, 1))
+    flags += f" --model {tiny_model} --dataset {toy_data} --reward {toy_reward} --max-response-length 10 --lr 1e-3"
+    words = [ROOT / "benchmarks" / "check_copy.py", tmp_path / "my_copy.py", "--flags", flags]
+    done = subprocess.run([sys.executable, *words, *["--shards"] * (not code)], capture_output=True, text=True)
+    found = [re.search(f"(?s){line}", done.stdout) is not None for line in said]
+    assert done.returncode == code and all(found), done.stdout + done.stderr
