@@ -56,17 +56,24 @@ def load_benchmark(name):
     return module
 
 
-def count_tokens(source):
-    """Names, operators, numbers and strings, an f-string as one, without comments and docstrings."""
-    docs, count, inside = set(), 0, 0
+def code_numbers(source):
+    """Numbers of the lines that are not blank, comment or docstring."""
+    docs = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
             docs |= set(range(node.lineno, node.end_lineno + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return {i for i, line in lines if line.strip() and not line.strip().startswith("#") and i not in docs}
+
+
+def count_tokens(source):
+    """Names, operators, numbers and strings of its code, an f-string as one."""
+    code, count, inside = code_numbers(source), 0, 0
     kinds = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         name = tokenize.tok_name[token.type]  # of Python 3.12 and later: 3.11 has f-strings as STRING
         inside -= name == "FSTRING_END"
-        count += token.start[0] not in docs and inside == 0 and (token.type in kinds or name == "FSTRING_START")
+        count += token.start[0] in code and inside == 0 and (token.type in kinds or name == "FSTRING_START")
         inside += name == "FSTRING_START"
     return count
 
