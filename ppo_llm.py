@@ -148,7 +148,7 @@ class Args:
 
 
 # Settings for the bundled task: the defaults when --model is not given.
-EMBEDDED = {
+BUNDLED = {
     "model": f"{TINY}/model",
     "dataset": f"{TINY}/train.jsonl",
     "eval_dataset": f"{TINY}/test.jsonl",
@@ -299,7 +299,10 @@ def main(args: Args):
         tokens, mask, rollout_logprobs, row_lengths = to_batch(rows, responses, device)  # (B,L)
         minibatch_rows = torch.arange(len(rows)).split(args.minibatch_size // world_size)  # this rank's rows in each
         minibatches = [pack(row_lengths, part.tolist(), args.microbatch_tokens, device) for part in minibatch_rows]
-        counts = [count_actions(mask[part]) for part in minibatch_rows]  # [7.4] on all ranks, for the losses
+        # What a token's loss weighs in the loss of its optimizer step, which spans all micro-batches and ranks.
+        loss_weights = [token_weights(mask[p], args.loss_agg, args.max_response_length) for p in minibatch_rows]
+        loss_weights = torch.cat(loss_weights)  # [7.4] (B,L)
+        value_weights = torch.cat([token_weights(mask[p], "token-mean", None) for p in minibatch_rows])  # (B,L)
         # Every epoch visits the minibatches in another order, the same on all ranks. Their rows stay together.
         stream = random_stream("minibatches", args.seed, iteration)
         steps = []  # [3.7] (epoch, minibatch) of each optimizer step
@@ -307,26 +310,15 @@ def main(args: Args):
             order = torch.rand(len(minibatches), generator=stream).argsort()
             steps += [(epoch, k) for k in order.tolist()]
 
-        # 3. Log-probs under the policy that sampled and under the reference, computed by the training forward pass. The
-        # sampler's own log-probs differ from these by rounding, which has no direction and so next to no KL: 1e-12 in
-        # float32, 1e-3 in bfloat16. More means a wrong mask, other weights, or logits that only one of the two scales.
-        old_logprobs = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
-        token_kl = kl_penalty(rollout_logprobs, old_logprobs, "k3")  # (B,L)
-        # [6.7] (B,) per token; in a short response, a single token would count too much
-        row_kl = token_kl.sum(1) / mask.sum(1).clamp(min=16)
-        rollout_kl = global_mean(row_kl)
-        worst_kl = global_max(row_kl)  # a few wrong rows vanish in the mean
+        # 3. Log-probs under the policy that sampled and under the reference, computed by the training forward pass.
+        old_logprobs, entropy, variance = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
         limit = 1e-2 / args.temperature if bf16 else 1e-5  # dividing the logits magnifies their rounding
-        if not (rollout_kl <= limit and worst_kl <= 40 * limit):  # refuses NaN, too
-            fail(
-                f"iteration {iteration}: sampler and training pass have a KL of {rollout_kl:.2} (limit {limit:.2}), in "
-                f"one response {worst_kl:.2} (limit {40 * limit:.2}): wrong mask, weights or sampler (see notes, 6.7)"
-            )
+        checked = check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit, iteration)  # [6.7]
         ref_logprobs = old_logprobs  # without a reference, every KL is 0
         if use_reference:
             if reference is policy:  # [4.11] with LoRA
                 policy_model.disable_adapters()
-            ref_logprobs = forward_all(reference, minibatches, tokens, mask)
+            ref_logprobs = forward_all(reference, minibatches, tokens, mask, False)[0]
             if reference is policy:
                 policy_model.enable_adapters()
 
@@ -336,31 +328,42 @@ def main(args: Args):
         # 5. Rewards of the actions and their advantages.
         kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [4.5] (B,L)
         rewards = place_scores(scores, mask) - args.kl_reward_coef * kl  # (B,L)
-        raw_advantages, returns = gae(rewards, values, mask, args.gamma, args.lam)  # (B,L)
+        # GAE (1506.02438, eq. 16), from the last action back. Nothing follows it, even if the response was cut off.
+        raw_advantages = torch.zeros_like(values)  # (B,L)
+        next_value = next_advantage = torch.zeros_like(values[:, 0])  # (B,)
+        for t in reversed(range(values.shape[1])):
+            delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # [2.3] the TD error
+            advantage = delta + args.gamma * args.lam * next_advantage  # [2.4]
+            raw_advantages[:, t] = torch.where(mask[:, t], advantage, 0)
+            next_value = torch.where(mask[:, t], values[:, t], next_value)  # [2.5] carried across other tokens
+            next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+        returns = raw_advantages + values  # [2.6] what the critic should have said
         advantages = masked_whiten(raw_advantages, mask)
 
         lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
 
-        # 6. Actor update. new_logprobs and entropy record what each epoch computes, only for the log. During critic
+        # 6. Actor update. new_logprobs and clipped record what each epoch computes, for the log. During critic
         # warm-up there are no actor steps, so the log shows an unchanged policy.
         new_logprobs = old_logprobs.repeat(args.ppo_epochs, 1, 1)  # (epochs,B,L)
-        entropy = torch.zeros_like(new_logprobs)
+        clipped = torch.zeros_like(new_logprobs)
         actor_loss = 0
         actor_norms = []
         actor_steps = steps if iteration > args.critic_warmup_iterations else []
         for epoch, k in actor_steps:
             for mb in minibatches[k]:
-                mb_logprobs, mb_entropy = policy(tokens[mb], mask[mb])  # (b,l)
-                mb_losses, _ = policy_loss(mb_logprobs, old_logprobs[mb], advantages[mb], mask[mb], args)
+                mb_logprobs, mb_entropy, _ = policy(tokens[mb], mask[mb], args.entropy_coef != 0)  # (b,l)
+                mb_ratio = (mb_logprobs - old_logprobs[mb]).clamp(-20.0, 20.0).exp()  # [3.12] exp stays finite
+                unclipped = -advantages[mb] * mb_ratio
+                bounded = -advantages[mb] * mb_ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
+                mb_losses = torch.maximum(unclipped, bounded)  # [3.3] the clipped surrogate (1707.06347, eq. 7)
+                clipped[epoch][mb] = (bounded > unclipped).float()  # 1: the clip takes the gradient
                 if args.entropy_coef:
                     mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.9]
                 if args.kl_loss_coef:
                     mb_kl = kl_penalty(mb_logprobs, ref_logprobs[mb], args.kl_loss_kind)
                     mb_losses = mb_losses + args.kl_loss_coef * mb_kl
-                loss = aggregate(mb_losses, mask[mb], args.loss_agg, *counts[k], args.max_response_length)
-                entropy[epoch][mb] = mb_entropy.detach()
-                del mb_entropy  # [14.2] the graph of an entropy that no loss uses would hold the logits of all chunks
-                loss.backward()  # the gradients of micro-batches add up, as each loss is a share of the step's loss
+                loss = torch.where(mask[mb], loss_weights[mb] * mb_losses, 0).sum()  # a share of the step's
+                loss.backward()  # the gradients of the shares add up
                 actor_loss += loss.detach()
                 new_logprobs[epoch][mb] = mb_logprobs.detach()
             actor_norms.append(take_step("policy", args.lr * lr_factor))
@@ -371,8 +374,8 @@ def main(args: Args):
         for _, k in steps:
             for mb in minibatches[k]:
                 mb_values = critic(tokens[mb], mask[mb])  # (b,l)
-                mb_losses = value_loss(mb_values, returns[mb])
-                loss = aggregate(mb_losses, mask[mb], "token-mean", *counts[k], args.max_response_length)
+                mb_losses = (mb_values - returns[mb]).square() / 2  # [2.8] the value loss
+                loss = torch.where(mask[mb], value_weights[mb] * mb_losses, 0).sum()
                 loss.backward()
                 critic_loss += loss.detach()
             critic_norms.append(take_step("critic", args.critic_lr * lr_factor))
@@ -381,7 +384,6 @@ def main(args: Args):
         # rank must call `global_mean` and `global_std`.
         actions = mask.expand_as(new_logprobs)  # (epochs,B,L)
         ratio = torch.where(actions, (new_logprobs - old_logprobs).exp(), 0)
-        _, clipped = policy_loss(new_logprobs, old_logprobs, advantages, actions, args)
         advantage_std = global_std(raw_advantages, mask)
         metrics = {
             "reward/mean": global_mean(scores),
@@ -392,11 +394,10 @@ def main(args: Args):
             "response/length_mean": global_mean(mask.sum(1)),
             "response/truncated_frac": global_mean(truncated),
             "kl/mean": global_mean(old_logprobs - ref_logprobs, mask),  # k1
-            "rollout/logprob_diff": global_mean((old_logprobs - rollout_logprobs).abs(), mask),
-            "rollout/kl": rollout_kl,
             "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "time/rollout": rollout_seconds,
             "time/iteration": time.perf_counter() - started,  # without evaluating and saving
+            "actor/entropy": global_mean(entropy, mask),
             "actor/clipfrac": global_mean(clipped, actions),
             "actor/approx_kl": global_mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [3.13]
             "actor/ratio_mean": global_mean(ratio, actions),
@@ -405,17 +406,16 @@ def main(args: Args):
             "critic/explained_variance": 1 - advantage_std**2 / (global_std(returns, mask) ** 2 + 1e-5),
             "critic/grad_norm": sum(critic_norms) / len(steps),
         }
-        metrics |= mean_parts("part", results)
+        metrics |= checked | mean_parts("part", results)
         if actor_norms:  # without an actor step, nothing has computed these
             metrics["actor/loss"] = all_reduce(actor_loss).item() / len(actor_norms)
-            metrics["actor/entropy"] = global_mean(entropy, actions)
             metrics["actor/grad_norm"] = sum(actor_norms) / len(actor_norms)
             metrics["actor/lr"] = args.lr * lr_factor
 
         accelerator.print(
             f"iteration {iteration}/{args.total_iterations}: reward {metrics['reward/mean']:.3f}, "
             f"KL {metrics['kl/mean']:.4f}, length {metrics['response/length_mean']:.1f}, "
-            f"logprob_diff {metrics['rollout/logprob_diff']:.1e}, {metrics['time/iteration']:.1f} s"
+            f"rollout/kl {metrics['rollout/kl']:.0e}, {metrics['time/iteration']:.1f} s"
         )
 
         # Evaluate, log, save, stop.
@@ -461,7 +461,7 @@ def main(args: Args):
 
 
 # --- Mathematics. T is any width; `main` calls these functions with (B,L). -------------------------------------------
-# The same in all three scripts, but for gae and value_loss (PPO), group_advantages (GRPO), sum_gradients (not FSDP).
+# The same in all three scripts, but for place_scores (PPO) and sum_gradients (not FSDP).
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
@@ -485,11 +485,6 @@ def sum_gradients(parameters):  # [7.5]
         bucket = gradients[first : first + 16]
         flat = all_reduce(nn.utils.parameters_to_vector(bucket))
         nn.utils.vector_to_parameters(flat, bucket)  # the gradients become views of `flat`: there is no second copy
-
-
-def count_actions(mask):
-    """mask (B,T) -> [actions, rows with an action], counted on all ranks together. All ranks must call it."""
-    return all_reduce(torch.stack([mask.sum(), mask.any(1).sum()])).tolist()
 
 
 def global_moments(x, mask=None):
@@ -537,25 +532,6 @@ def place_scores(scores, mask):  # [4.7]
     return torch.zeros_like(mask, dtype=torch.float32).scatter(1, last, scores[:, None])
 
 
-def gae(rewards, values, mask, gamma, lam):
-    """Generalised advantage estimation (1506.02438, eq. 16): (advantages, returns), (B,T), 0 outside the mask.
-
-    A_t = delta_t + gamma*lam*A_{t+1} with delta_t = r_t + gamma*V_{t+1} - V_t. Nothing follows the last token, even if
-    the response was cut off. Positions outside the mask are skipped: V and A of the next action are carried over them.
-    lam may be a number per row, (B,), too.
-    """
-    values = torch.where(mask, values, 0)
-    advantages = torch.zeros_like(values)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])  # (B,)
-    for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]  # [2.3] the TD error
-        advantage = delta + gamma * lam * next_advantage
-        advantages[:, t] = torch.where(mask[:, t], advantage, 0)
-        next_value = torch.where(mask[:, t], values[:, t], next_value)  # [2.5] carried across other tokens
-        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
-    return advantages, advantages + values  # [2.6] the returns
-
-
 def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     """Per-token estimate of KL(pi || pi_ref) from tokens sampled by pi (Schulman, "Approximating KL Divergence").
 
@@ -572,40 +548,44 @@ def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     return torch.where(x > 5.0, k3 + math.expm1(5.0) * (x - near), k3)  # the slope at x = 5, times the distance
 
 
-def policy_loss(logprobs, old_logprobs, advantages, mask, args):
-    """Clipped surrogate (1707.06347, eq. 7), (...,T): (losses to minimise, clipped).
+def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit, iteration=0):  # [6.7]
+    """Did the policy sample these tokens? Two tests, as metrics; ends the run above the limit. All ranks must call it.
 
-    `clipped` is true where the clipped term is the larger one and the gradient therefore 0. The log-ratio is clamped to
-    +-20, so that exp stays finite; beyond that the gradient is 0, too. This loss treats every token alike. One that
-    compares whole sequences needs the mask, and a new loss finds its flags in `args`, so it changes only this function.
+    kl: of sampler and training pass, per token, by k3. Rounding has no direction and so next to no KL, 1e-12 in float32
+    and 1e-3 in bfloat16. A wrong mask, other weights, or logits that only one of the two scales have more.
+    surprise: the mean of -log pi(a) - H(pi). It is 0 if a was drawn from pi, whatever log-prob the sampler reports, and
+    below if the sampler cuts the tail or is colder. z counts its standard errors, by the variance of -log pi under pi.
     """
-    ratio = (logprobs - old_logprobs).clamp(-20.0, 20.0).exp()  # [3.12]
-    unclipped = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
-    return torch.maximum(unclipped, bounded), bounded > unclipped  # [3.3]
+    token_kl = kl_penalty(rollout_logprobs, old_logprobs, "k3")  # (B,T)
+    row_kl = token_kl.sum(1) / mask.sum(1).clamp(min=16)  # (B,) in a short response, one token would count too much
+    mean_kl = global_mean(row_kl)
+    worst_kl = global_max(row_kl)  # a few wrong rows vanish in the mean
+    if not (mean_kl <= limit and worst_kl <= 40 * limit):  # refuses NaN, too
+        fail(
+            f"iteration {iteration}: sampler and training pass have a KL of {mean_kl:.2} (limit {limit:.2}), in one "
+            f"response {worst_kl:.2} (limit {40 * limit:.2}): wrong mask, weights or sampler (see notes, 6.7)"
+        )
+    surprise = torch.where(mask, -old_logprobs - entropy, 0)  # (B,T)
+    total, total_variance = all_reduce(torch.stack([surprise.double().sum(), variance.double().sum()])).tolist()
+    z = total / math.sqrt(total_variance + 1e-30)
+    return {"rollout/kl": mean_kl, "rollout/surprise": global_mean(surprise, mask), "rollout/surprise_z": z}
 
 
-def value_loss(values, returns):  # [2.8]
-    """1/2*(V - G)^2 of each token, any shape."""
-    return (values - returns).square() / 2
+def token_weights(mask, mode, max_response_length):  # [5.6]
+    """mask (B,T), this rank's rows of an optimizer step -> (B,T): the weight of each token's loss, 0 outside the mask.
 
-
-def aggregate(losses, mask, mode, num_tokens, num_sequences, max_response_length):
-    """Losses of the tokens (B,T) of a micro-batch -> its share of the optimizer step's loss, a scalar.
-
-    num_tokens and num_sequences (rows with at least one action) count the whole step, with all its micro-batches and
-    ranks. The shares therefore add up to the same loss, however the step is cut. A step without tokens gives 0.
+    The step's loss is the sum of weights times losses. Tokens and rows with an action are counted on all ranks
+    together, so it's the same however the step is cut; without a token it is 0. All ranks must call it.
     """
-    losses = torch.where(mask, losses, 0)
-    if mode == "token-mean":  # [5.6]
-        return losses.sum() / max(num_tokens, 1)
-    sequence_losses = losses.sum(1)  # (B,)
+    weights = mask.float()
+    if mode == "token-mean":
+        return weights / all_reduce(mask.sum()).clamp(min=1)
     if mode == "seq-mean-token-mean":
-        sequence_losses = sequence_losses / mask.sum(1).clamp(min=1)
+        weights = weights / mask.sum(1, keepdim=True).clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
-        sequence_losses = sequence_losses / max_response_length
-    # seq-mean-token-sum leaves the sums as they are.
-    return sequence_losses.sum() / max(num_sequences, 1)
+        weights = weights / max_response_length
+    # seq-mean-token-sum leaves them at 1.
+    return weights / all_reduce(mask.any(1).sum()).clamp(min=1)
 
 
 # --- Models ----------------------------------------------------------------------------------------------------------
@@ -653,8 +633,8 @@ class Policy(nn.Module):
         self.inverse_temperature = 1 / temperature
         self.chunk_elements = 2**26  # [14.2] logits at a time: 256 MiB in fp32, 1 GiB with what is computed from them
 
-    def forward(self, tokens, mask):
-        """tokens, mask (B,L) -> logprobs, entropy (B,L) in fp32, 0 outside the mask."""
+    def forward(self, tokens, mask, with_entropy=True):
+        """tokens, mask (B,L) -> (3,B,L) in fp32, 0 outside the mask: logprobs; if asked, entropy, variance (head)."""
         actions = mask.nonzero(as_tuple=True)  # (n,) twice, computed once: indexing by the mask waits for the GPU
         output = self.model.get_decoder()(tokens, use_cache=False)
         hidden = output.last_hidden_state[actions]  # (n,H)
@@ -663,24 +643,30 @@ class Policy(nn.Module):
         size = max(1, self.chunk_elements // self.model.config.get_text_config().vocab_size)
         chunks = zip(hidden.split(size), labels.split(size))
         kind = type(output)  # the class in which this model's decoder returns hidden states
-        results = [checkpoint(self.head, *c, kind, use_reentrant=False, preserve_rng_state=False) for c in chunks]
-        logprobs, entropy = map(torch.cat, zip(*results))  # (n,) each; apart, as most losses use only the first
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        results = [checkpoint(self.head, *chunk, kind, with_entropy, **options) for chunk in chunks]
         blank = mask.float()  # 0 where there is no action
-        return blank.masked_scatter(mask, logprobs), blank.masked_scatter(mask, entropy)
+        return torch.stack([blank.masked_scatter(mask, torch.cat(parts)) for parts in zip(*results)])
 
-    def head(self, hidden, labels, kind):
-        """hidden (n,H), labels (n,) -> log-prob of the label (n,), entropy (n,), the latter 0 without gradients."""
+    def head(self, hidden, labels, kind, with_entropy):
+        """hidden (n,H), labels (n,) -> (n,) each: log-prob of the label, mean and variance of -log pi under pi."""
         # Models may scale the logits of their head (Cohere, Granite) or cap them (Gemma). So we call the model itself,
         # with a decoder that only returns `hidden`. It never reads the ids, for which the labels have the right shape.
         decoder = self.model.get_decoder()
         decoder.forward = lambda *args, **kwargs: kind(hidden[None])  # hides the method of its class, for this call
-        logits = self.model(labels[None]).logits[0].float() * self.inverse_temperature  # [6.10] (n,V)
+        logits = self.model(labels[None]).logits.squeeze(0).float()  # (n,V)
         del decoder.forward
+        if self.inverse_temperature != 1:
+            logits = logits * self.inverse_temperature  # [6.10]
         all_logprobs = logits.log_softmax(-1)
-        entropy = torch.zeros_like(all_logprobs[:, 0])
-        if torch.is_grad_enabled():  # the passes of phase 3 read none, and it would take a quarter of their time
-            entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-        return all_logprobs.gather(-1, labels[:, None]).squeeze(1), entropy
+        entropy = variance = torch.zeros_like(all_logprobs[:, 0])
+        if with_entropy:
+            finite = all_logprobs.clamp(min=-1e4)  # a token that can't be sampled, of log-prob -inf, adds 0
+            terms = finite.exp() * finite
+            entropy = -terms.sum(-1)
+            with torch.no_grad():
+                variance = (terms * finite).sum(-1) - entropy.square()
+        return all_logprobs.gather(-1, labels[:, None]).squeeze(1), entropy, variance
 
 
 def load_critic(name, lora_rank):
@@ -769,7 +755,7 @@ def sample_tokens(logits, uniforms, temperature):
     return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(model, prompts, uniforms, eos_ids, temperature):
     """Samples a Response to each of the B prompts (lists of ids) with a KV cache.
 
@@ -855,13 +841,15 @@ def pack(lengths, row_numbers, max_tokens, device):  # [3.2]
 
 
 @torch.no_grad()
-def forward_all(module, minibatches, tokens, mask):
-    """Log-probs of a Policy or values of a Critic for the whole batch (B,L), in the micro-batches of training."""
-    result = torch.zeros_like(mask, dtype=torch.float32)
+def forward_all(module, minibatches, tokens, mask, *options):
+    """What a Policy (3,B,L) or a Critic (B,L) returns for the whole batch, in the micro-batches of training."""
+    result = None
     for minibatch in minibatches:
         for mb in minibatch:
-            output = module(tokens[mb], mask[mb])
-            result[mb] = output[0] if isinstance(output, tuple) else output  # a Policy also returns entropies
+            output = module(tokens[mb], mask[mb], *options)  # (...,b,l)
+            if result is None:
+                result = torch.zeros(*output.shape[:-2], *mask.shape, device=mask.device)
+            result[(..., *mb)] = output
     return result
 
 
@@ -1266,7 +1254,7 @@ def parse_args():
         return tyro.cli(Args)
     if not TINY.exists():
         fail(f"--model is needed: the bundled one is not beside this copy of the script ({TINY})")
-    return tyro.cli(Args, default=Args(**EMBEDDED))
+    return tyro.cli(Args, default=Args(**BUNDLED))
 
 
 if __name__ == "__main__":

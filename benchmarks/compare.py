@@ -11,8 +11,8 @@ Or check whether two runs are the same, on one process and on two, or before and
     python benchmarks/compare.py --exact runs/one runs/two
 
 It compares iteration by iteration: metrics up to rounding (--tolerance), except times, memory, throughput and
-rollout/logprob_diff, which is rounding itself; and completions character by character, without the numbers of their
-tokens. It prints the first difference, and the exit code is then 1.
+rollout/surprise, a sum that cancels; and completions character by character, without the numbers of their tokens. It
+prints the first difference, and the exit code is then 1.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 import plot
 from common import RESULTS, markdown, read_lines, spread
 
-ASIDE = "time/", "memory/", "throughput/", "rollout/logprob_diff", "batch"
+ASIDE = "time/", "memory/", "throughput/", "rollout/logprob_diff", "rollout/surprise", "batch"
 
 
 def make_table(results, names, at=(10,)):

@@ -213,7 +213,7 @@ def train(bench, script, size="short", sizes=None, processes=1, lora=0, dtype="a
     row["peak, GiB"] = max(line["memory/peak_gib"] for line in metrics) if bench.card["GPUs"] else "needs a GPU"
     known = script.removesuffix("_fsdp") in ("ppo_llm", "grpo_llm")
     row["forecast, GiB"] = forecast(bench, work, sizes, options) if known else ""
-    row["logprob_diff"] = max(line["rollout/logprob_diff"] for line in metrics)
+    row["rollout/kl"] = max(line["rollout/kl"] for line in metrics)
     return [row | {"metrics": metrics}]
 
 
@@ -325,7 +325,7 @@ def run_step(bench, part, step, needs, function, options):
 NOTES = """Seconds are medians over the iterations after the first. The update is all that follows the log-probs of
 policy and reference. "rows / tokens" are `--rollout-batch-size` and `--microbatch-tokens`, which `notes/memory.py`
 recommends for this card (with `--small` they are fixed); gc: with `--gradient-checkpointing`. The forecast is that of
-`notes/memory.py`, too. The peak of memory and logprob_diff (sampler against training pass) are the largest of any
+`notes/memory.py`, too. The peak of memory and rollout/kl (sampler against training pass) are the largest of any
 iteration, which has {} responses of {} tokens (`sampling`: {} of {}; `sizes`: {} of {} with the prompt). On a GPU, two
 runs with one seed need not be equal."""
 

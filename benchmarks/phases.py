@@ -11,7 +11,7 @@ A phase lasts until another begins, so together they fill the iteration, from dr
     reward      `to_batch` has ended          critic   a Critic is called with gradients
     logprobs    `pack` cuts the batch         log      an optimizer has stepped, and no other phase begins
     values      a Critic is called without    eval     `evaluate` begins; with what is saved after it
-    advantages  `place_scores` begins
+    advantages  `kl_penalty` begins, of the rewards: the first after `check_sampler`
 
 So time/iteration, which the scripts measure themselves, is the sum of all but eval, up to a few milliseconds. What
 comes after `log` is not covered: checkpoints, and the end of a run. time/clock says when a line was logged. Waiting for
@@ -50,7 +50,7 @@ class Clock:
         self.wrap(algo, "draw_prompts", before="rollout")
         self.wrap(algo, "to_batch", after="reward")
         self.wrap(algo, "pack", before="logprobs")
-        self.wrap(algo, "place_scores", before="advantages")
+        self.wrap_rewards(algo)
         self.wrap(algo, "evaluate", before="eval")
         self.wrap_calls(algo.Policy, "logprobs", "actor")
         if hasattr(algo, "Critic"):
@@ -98,6 +98,24 @@ class Clock:
             return function(module, *args, **kwargs)
 
         module_class.__call__ = call
+
+    def wrap_rewards(self, algo):
+        """The rewards begin with their KL, the first that is taken once the sampler has been checked."""
+        check, kl_penalty = algo.check_sampler, algo.kl_penalty
+        waiting = []
+
+        def checked(*args, **kwargs):
+            result = check(*args, **kwargs)
+            waiting.append(True)
+            return result
+
+        def penalty(*args, **kwargs):
+            if waiting:
+                waiting.clear()
+                self.enter("advantages")
+            return kl_penalty(*args, **kwargs)
+
+        algo.check_sampler, algo.kl_penalty = checked, penalty
 
     def wrap_log(self, algo):
         """The iteration ends where its line is logged, which gets the seconds."""

@@ -233,7 +233,7 @@ def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, 
     tokens, mask, sampled, _ = script.to_batch(some, responses, "cpu")
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        logprobs, expected = [script.Policy(x, args.temperature)(tokens, mask)[0] for x in (ours.train(), plain)]
+        logprobs, expected = [script.Policy(x, args.temperature)(tokens, mask, False)[0] for x in (ours.train(), plain)]
     inexact = script.kl_penalty(sampled, logprobs, "k3")[mask].mean()  # the scripts' limit, in float32
     changed = ((logprobs - expected) * mask).abs().max()
     stop(not inexact <= 1e-5, f"sampler and training pass have a KL of {inexact:.2}: the run will be refused")

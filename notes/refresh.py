@@ -202,7 +202,9 @@ def with_shared(old, texts):
             (new,) = found
             for script in same:
                 gone, put = (before, new) if new else (f"{before}\n\n\n", "")
-                texts[script] = texts[script].replace(gone, put, 1)
+                changed = texts[script].replace(gone, put, 1)
+                if new or not is_used(name, changed):  # one may no longer need what another has
+                    texts[script] = changed
     for script in old:
         for behind, name in itertools.pairwise(now[script]):
             for other in old if name not in old[script] else ():

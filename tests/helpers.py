@@ -1,5 +1,6 @@
 """Shared pieces: the script as a module, tiny random models and data in temporary folders, launches."""
 
+import ast
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -31,6 +33,25 @@ torch.set_num_threads(1)
 def path_of(name):
     """Where a script is by its name; with --script the copy stands in for its own."""
     return Path(os.environ.get(PLACE, ROOT)) / f"{name}.py"
+
+
+def run_lines(algo, first, last, **given):
+    """Runs lines of `main` of a script, those from the assignment of `first` to that of `last` in the same block, on
+    the given variables: all variables as a namespace. args: fields of Args; those that are missing have their defaults.
+    """
+    given["args"] = algo.Args(**{"model": "m"} | given.get("args", {}))
+    tree = ast.parse(Path(algo.__file__).read_text())
+    (main,) = (node for node in tree.body if getattr(node, "name", None) == "main")
+    for block in (node.body for node in ast.walk(main) if isinstance(node, ast.For | ast.With | ast.If)):
+        names = [
+            {x.id for t in getattr(line, "targets", []) for x in ast.walk(t) if hasattr(x, "id")} for line in block
+        ]
+        begins, ends = ([i for i, found in enumerate(names) if name in found] for name in (first, last))
+        if begins and ends:
+            variables = vars(algo) | given
+            exec(compile(ast.Module(block[begins[0] : ends[-1] + 1], []), algo.__file__, "exec"), variables)
+            return SimpleNamespace(**variables)
+    raise AssertionError(f"main of {algo.__file__} has no block that assigns {first} and {last}")
 
 
 def compose(folder):

@@ -194,7 +194,7 @@ def test_the_template_of_a_file_makes_the_prompts_and_is_saved(toy_run, tmp_path
     for row in rows:
         assert re.fullmatch(r"<eos2>u#what is .*\na#", row["prompt"]) and "<eos2>" not in row["response"]
         assert row["batch"]["tokens"].index(2) == 0
-    assert rows and metrics[1]["rollout/logprob_diff"] < 1e-5
+    assert rows and metrics[1]["rollout/kl"] < 1e-11
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "final")
     assert tokenizer.apply_chat_template(chat("hi"), tokenize=False, add_generation_prompt=True) == "<eos2>u#hi\na#"
 

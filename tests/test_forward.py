@@ -83,16 +83,17 @@ def sample(algo, model, prompts, uniforms, eos_ids=(EOS,), temperature=1.0):
 def test_logprobs_equal_bare_prefixes(algo, model, temperature):
     tokens, mask = make_batch(algo)
     policy = algo.Policy(model, temperature)
-    logprobs, entropy = policy(tokens, mask)
-    with torch.no_grad():
-        same, none = policy(tokens, mask)
-    assert torch.equal(same, logprobs) and not none.any()  # the entropy only where a loss may use it
+    logprobs, entropy, variance = policy(tokens, mask)
+    same, *none = policy(tokens, mask, False)
+    assert torch.equal(same, logprobs) and not none[0].any() and not none[1].any()  # only where they are asked for
     for i, t in mask.nonzero().tolist():
         expected = (model(tokens[i : i + 1, : t + 1]).logits[0, -1] / temperature).log_softmax(-1)
         assert logprobs[i, t].item() == pytest.approx(expected[tokens[i, t + 1]].item(), abs=2e-5)
-        assert entropy[i, t].item() == pytest.approx(-(expected.exp() * expected).sum().item(), abs=2e-5)
+        mean = -(expected.exp() * expected).sum().item()
+        assert entropy[i, t].item() == pytest.approx(mean, abs=2e-5)
+        assert variance[i, t].item() == pytest.approx((expected.exp() * (expected + mean) ** 2).sum().item(), abs=2e-4)
     assert logprobs.dtype == entropy.dtype == torch.float32 and mask.sum() == 17
-    assert not logprobs[~mask].any() and not entropy[~mask].any()
+    assert not any(x[~mask].any() for x in (logprobs, entropy, variance)) and variance[mask].min() > 0.01
 
 
 def test_chunks_change_neither_results_nor_gradients(algo, model, spy):
@@ -108,11 +109,11 @@ def test_chunks_change_neither_results_nor_gradients(algo, model, spy):
         rows.clear()
         policy.zero_grad()
         policy.chunk_elements = chunk_elements
-        logprobs, entropy = policy(tokens, mask)
+        logprobs, entropy, variance = policy(tokens, mask)
         assert rows == sizes
         (weight * (logprobs + 0.3 * entropy)).sum().backward()
         assert len(rows) == 2 * len(sizes)
-        found = [logprobs, entropy, *(p.grad.clone() for p in policy.parameters())]
+        found = [logprobs, entropy, variance, *(p.grad.clone() for p in policy.parameters())]
         whole = whole or found
         for a, b in zip(whole, found, strict=True):
             assert_close(a, b, rtol=1e-4, atol=1e-4)

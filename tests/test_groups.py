@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import path_of, refusal
+from helpers import path_of, refusal, run_lines
 from ranks import load_script
 from test_forward import folder, model, noise  # noqa: F401
 from test_math import close
@@ -16,7 +16,12 @@ ESTIMATORS = "grpo", "dr_grpo", "rloo", "reinforce_pp"
 
 
 def advantages(scores, group_size, estimator):
-    return grpo.group_advantages(torch.tensor(scores, dtype=torch.float64), group_size, estimator)
+    """By the loop's lines, of responses of two tokens, the second of them masked."""
+    mask = torch.tensor([[True, False]]).expand(len(scores), 2)
+    given = {"scores": torch.tensor(scores, dtype=torch.float64), "kl": torch.zeros(len(scores), 2), "mask": mask}
+    found = run_lines(grpo, "rewards", "advantages", args={"group_size": group_size, "estimator": estimator}, **given)
+    assert not found.advantages[:, 1].any()
+    return found.advantages[:, 0]
 
 
 ROOT_HALF, W = math.sqrt(0.5), math.sqrt(2.5 / 3)  # W: unbiased std of .5, -.5, 1, -1

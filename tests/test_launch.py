@@ -34,7 +34,7 @@ def launched(script, algo, tmp_path_factory):
 
 
 PROGRESS = "iteration 1/1: reward {reward/mean:.3f}, KL {kl/mean:.4f}, length {response/length_mean:.1f}, "
-PROGRESS += "logprob_diff {rollout/logprob_diff:.1e}, {time/iteration:.1f} s"
+PROGRESS += "rollout/kl {rollout/kl:.0e}, {time/iteration:.1f} s"
 EVALUATED = "iteration {step}, greedy and sampled at temperature 1: eval/score {eval/score:.3f}, eval/score_sampled "
 EVALUATED += "{eval/score_sampled:.3f}, eval/length_mean {eval/length_mean:.3f}, eval/truncated_frac "
 EVALUATED += "{eval/truncated_frac:.3f}"
@@ -111,7 +111,7 @@ import sys
 sys.path.insert(0, {folder!r})
 import {name} as algo
 
-algo.place_scores = lambda scores, mask, real=algo.place_scores: real(scores / 2, mask)
+algo.kl_penalty = lambda logprobs, ref_logprobs, kind, real=algo.kl_penalty: real(logprobs, ref_logprobs, kind) / 2
 if __name__ == "__main__":
     algo.main(algo.parse_args())
 """
@@ -122,16 +122,17 @@ def test_a_callers_file_by_two_processes_is_that_by_one_and_is_kept(script, toy_
     texts = []
     for processes in (1, 2):
         run_dir = tmp_path / f"run{processes}"
-        flags = toy_flags | {"eval_rows": 7, "output_dir": tmp_path, "run_name": run_dir.name}
+        flags = toy_flags | {"eval_rows": 7, "output_dir": tmp_path, "run_name": run_dir.name, "kl_reward_coef": 1.0}
         code, console = forked(tmp_path / "mine.py", flags, processes)
         assert code == 0, console
         completions = sorted(run_dir.glob("completions/*"))
         texts.append([row["response"] for file in completions for row in read_rows(file)])
         assert (run_dir / script.name).read_text() == script.read_text()
-        assert "algo.place_scores = " in (run_dir / "mine.py").read_text()
+        assert "algo.kl_penalty = " in (run_dir / "mine.py").read_text()
         assert json.loads((run_dir / "args.json").read_text())["script"] == "mine.py"
-        m = read_metrics(run_dir)[1]  # here the KL is still 0
-        assert m["reward/total_mean"] == pytest.approx(m["reward/mean"] / 2, rel=1e-5) and m["reward/mean"] > 0
+        m = read_metrics(run_dir)[2]
+        taken = m["kl/mean"] / 2 * m["response/length_mean"]
+        assert m["reward/mean"] - m["reward/total_mean"] == pytest.approx(taken, rel=1e-3) and taken > 1e-4
     assert texts[0] == texts[1] and len(texts[0]) == 4 * 7 + 2 * 8
 
 
@@ -153,7 +154,7 @@ def test_bfloat16_learns_too(script, toy_flags, tmp_path):
     code, console = forked(script, toy_flags | {"output_dir": tmp_path, "run_name": "run", "dtype": "bfloat16"})
     assert code == 0 and "on cpu, bfloat16" in console, console
     metrics = read_metrics(tmp_path / "run")
-    assert 1e-5 < metrics[1]["rollout/logprob_diff"] < 0.1 and metrics[1]["rollout/kl"] < KL_LIMITS["bfloat16"] / 4
+    assert 1e-8 < metrics[1]["rollout/kl"] < KL_LIMITS["bfloat16"] / 4
     assert metrics[1]["actor/ratio_mean"] == pytest.approx(1, abs=0.05)
     assert all(math.isfinite(value) for m in metrics for value in m.values())
 

@@ -1,6 +1,7 @@
 """The mathematics of the script against slow per-token oracles written here, and against values worked out by hand.
 
-Inputs are float64 with junk (9.0, NaN) outside the mask, which must not matter. Whole iterations: test_oracle.py.
+What stands in the loop is tested there: run_lines runs its lines. Inputs are float64 with junk (9.0, NaN) outside the
+mask, which must not matter. Whole iterations: test_oracle.py.
 """
 
 import bisect
@@ -11,7 +12,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import each_script
+from helpers import each_script, run_lines
 
 B, T, MAX_LENGTH = 6, 7, 10
 MODES = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
@@ -50,13 +51,6 @@ def gradient(f, x):
     return torch.autograd.grad(f(x).sum(), x)[0]
 
 
-def test_count_actions(algo, case):
-    """Of rows without an action, as an environment's text alone would be, none is counted."""
-    mask = torch.cat([case.mask, torch.zeros(2, T, dtype=torch.bool)])
-    assert algo.count_actions(mask) == [case.mask.sum(), B]
-    assert algo.count_actions(mask[-2:]) == [0, 0] == algo.count_actions(mask[:0])
-
-
 @pytest.mark.parametrize("shift", [0.0, 1e7])  # one-pass moments lose all digits at 1e7
 def test_masked_whiten(algo, case, shift):
     x = case.draw(3.0, shift)
@@ -92,9 +86,12 @@ def test_place_scores(algo):
 @each_script("ppo_llm", "ppo_llm_fsdp")
 @pytest.mark.parametrize("gamma, lam", [(0.99, 0.95), (0.9, 1), (1, 0)])
 def test_gae(algo, case, gamma, lam):
-    """Against the sum over l of (gamma*lam)^l * delta, on the valid tokens alone: padding and holes are skipped."""
-    rewards, values = case.draw(), case.draw()
-    advantages, returns = algo.gae(rewards, values, case.mask, gamma, lam)
+    """Against the sum over l of (gamma*lam)^l * delta, on the valid tokens alone: padding and holes are skipped.
+    The critic gives 0 there."""
+    rewards, values = case.draw(), torch.where(case.mask, case.draw(), 0)
+    flags = {"gamma": gamma, "lam": lam}
+    found = run_lines(algo, "raw_advantages", "returns", rewards=rewards, values=values, mask=case.mask, args=flags)
+    advantages, returns = found.raw_advantages, found.returns
     assert (advantages[~case.mask] == 0).all() and (returns[~case.mask] == 0).all()
     for i, mask in enumerate(case.mask):
         r, v, a = rewards[i, mask].tolist(), [*values[i, mask].tolist(), 0], advantages[i, mask]
@@ -138,42 +135,98 @@ def test_the_gradient_of_k3_in_float32(algo, x):
     assert slope.item() == pytest.approx(-math.expm1(min(x, 5)), rel=1e-6, abs=6e-8)
 
 
-def clips(algo, low, high):
-    return algo.Args(model="none", clip_low=low, clip_high=high)
+def update(algo, logprobs, old_logprobs, advantages, mask=None, weights=None, **flags):
+    """The lines of the actor's update from the ratio to the loss, with all rows in one micro-batch."""
+    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
+    given = {"mb": (torch.arange(len(mask)), slice(None)), "epoch": 0, "mask": mask, "mb_logprobs": logprobs}
+    given |= {"old_logprobs": old_logprobs, "advantages": advantages, "clipped": torch.zeros(1, *mask.shape)}
+    given["loss_weights"] = torch.ones_like(logprobs) if weights is None else weights
+    return run_lines(algo, "mb_ratio", "loss", args={"kl_loss_coef": 0.0} | flags, **given)
 
 
+@each_script()
 @pytest.mark.parametrize("low, high", [(0.2, 0.2), (0.2, 0.6), (0.6, 0.1)])
-def test_policy_loss(algo, low, high):
+def test_the_clipped_surrogate(algo, low, high):
     """A good token gains nothing above 1 + high, a bad one nothing below 1 - low: there the gradient is exactly 0."""
     random = torch.Generator().manual_seed(0)
     new, old, advantages = (torch.randn(40, 50, generator=random, dtype=torch.float64) for _ in range(3))
-    rest = torch.ones_like(new, dtype=torch.bool), clips(algo, low, high)
-    _, clipped = algo.policy_loss(new, old, advantages, *rest)
+    flags = {"clip_low": low, "clip_high": high}
+    clipped = update(algo, new, old, advantages, **flags).clipped[0].bool()
     ratio = (new - old).exp()
     assert torch.equal(clipped, torch.where(advantages > 0, ratio > 1 + high, ratio < 1 - low))
-    grads = gradient(lambda x: algo.policy_loss(x, old, advantages, *rest)[0], new)
+    grads = gradient(lambda x: update(algo, x, old, advantages, **flags).loss, new)
     close(grads, torch.where(clipped, 0, -advantages * ratio))
-    losses, clipped = algo.policy_loss(old, old, advantages, rest[0], clips(algo, 0.0, 0.0))  # an unchanged policy
-    assert torch.equal(losses, -advantages) and not clipped.any()
-    new, args = double([100.0, 100, -100, -100]), (double([0.0] * 4), double([2.0, -2, 2, -2]), *rest)
-    losses, clipped = algo.policy_loss(new, *args)  # far apart
-    close(losses, [-2 * (1 + high), 2 * math.exp(20), -2 * math.exp(-20), 2 * (1 - low)])
-    assert clipped.tolist() == [True, False, False, True]
-    assert gradient(lambda x: algo.policy_loss(x, *args)[0], new).tolist() == [0] * 4
+    found = update(algo, old, old, advantages, clip_low=0.0, clip_high=0.0)  # an unchanged policy
+    assert torch.equal(found.mb_losses, -advantages) and not found.clipped.any()
+    far = double([[100.0, 100, -100, -100]]), double([[0.0] * 4]), double([[2.0, -2, 2, -2]])
+    found = update(algo, *far, **flags)
+    close(found.mb_losses, [[-2 * (1 + high), 2 * math.exp(20), -2 * math.exp(-20), 2 * (1 - low)]])
+    assert found.clipped.tolist() == [[[1, 0, 0, 1]]]
+    assert gradient(lambda x: update(algo, x, *far[1:], **flags).loss, far[0]).tolist() == [[0] * 4]
+
+
+@each_script("ppo_llm", "ppo_llm_fsdp")
+def test_the_value_loss(algo, case):
+    """Half of the squared error, weighed, of the tokens of the mask."""
+    values, returns, weights = case.draw(), case.draw(), torch.where(case.mask, 2.0, 0.0)
+    given = {"mb": (torch.arange(B), slice(None)), "mask": case.mask, "tokens": case.mask, "returns": returns}
+
+    def loss(values):
+        return run_lines(algo, "mb_values", "loss", critic=lambda *_: values, value_weights=weights, **given).loss
+
+    close(loss(values), sum((values - returns)[case.mask].square().tolist()))
+    assert torch.equal(gradient(loss, values)[case.mask], 2 * (values - returns)[case.mask])
+
+
+def average(losses, mask, mode):
+    """The mean that a mode names, row by row."""
+    rows = [row[valid].tolist() for row, valid in zip(losses, mask) if valid.any()]
+    if mode == "token-mean":
+        return losses[mask].mean()
+    divisors = {"seq-mean-token-mean": [len(row) for row in rows], "seq-mean-token-sum-norm": [MAX_LENGTH] * len(rows)}
+    return statistics.fmean(sum(row) / n for row, n in zip(rows, divisors.get(mode, [1] * len(rows))))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_aggregate_leaves_out_what_is_masked(algo, case, mode):
-    """A rank may have only masked rows, in a full step or in an empty one."""
-    losses, counts = case.draw(), (int(case.mask.sum()), B, MAX_LENGTH)
-    clean = torch.where(case.mask, losses, 0)
-    close(algo.aggregate(losses, case.mask, mode, *counts), algo.aggregate(clean, case.mask, mode, *counts))
-    slopes = gradient(lambda x: algo.aggregate(x, case.mask, mode, *counts), losses)
-    assert torch.equal(slopes != 0, case.mask)
-    empty = torch.zeros_like(case.mask)
-    for counts in (int(case.mask.sum()), B, MAX_LENGTH), (0, 0, MAX_LENGTH):
-        assert algo.aggregate(losses, empty, mode, *counts) == 0
-        assert (gradient(lambda x: algo.aggregate(x, empty, mode, *counts), losses) == 0).all()
+def test_weights_of_tokens_make_the_mean(algo, case, mode):
+    """Of rows without an action, as an environment's text alone would be, none is counted; without any, all is 0."""
+    mask = torch.cat([case.mask, torch.zeros(2, T, dtype=torch.bool)])
+    losses = torch.cat([case.draw(), torch.full((2, T), case.junk, dtype=torch.float64)])
+    weights = algo.token_weights(mask, mode, MAX_LENGTH)
+    assert torch.equal(weights != 0, mask) and weights.dtype == torch.float32
+    expected = average(losses, mask, mode)
+    close((weights.double() * torch.where(mask, losses, 0)).sum(), expected, 1e-6)
+    # The loss's own lines: junk outside the mask, be it NaN, reaches neither the loss nor a gradient. Ratios are 1.
+    zeros = torch.zeros_like(losses)
+    close(update(algo, zeros, zeros, -losses, mask, weights.double()).loss, expected, 1e-6)
+    slopes = gradient(lambda x: update(algo, x, zeros, -torch.where(mask, losses, 0), mask, weights).loss, zeros)
+    assert torch.equal(slopes != 0, mask)
+    for empty in mask[-2:], mask[:0]:
+        assert not algo.token_weights(empty, mode, MAX_LENGTH).any()
+
+
+def test_the_surprise_tells_who_sampled(algo):
+    """Of 40,000 tokens of known distributions: about 0 standard errors, whatever the sampler says of itself, also of a
+    nearly certain policy; far below 0 for a colder sampler and for one that cuts the tail, above for a warmer one."""
+    random = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(40_000, 20, generator=random)
+
+    def check(logits, sampler, limit=math.inf):
+        drawn = sampler.softmax(-1).multinomial(1, generator=random)
+        logprobs = logits.log_softmax(-1)
+        old = logprobs.gather(1, drawn).view(400, 100)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        variance = (logprobs.exp() * logprobs.square()).sum(-1) - entropy.square()
+        shape = entropy.view(400, 100), variance.view(400, 100), torch.ones(400, 100, dtype=torch.bool)
+        return algo.check_sampler(old, old, *shape, limit)
+
+    right = check(logits, logits)
+    assert abs(right["rollout/surprise_z"]) < 3 and right["rollout/kl"] == 0 and abs(right["rollout/surprise"]) < 0.02
+    cut = logits.masked_fill(logits < logits.topk(5, -1).values[:, -1:], -torch.inf)
+    assert check(logits, cut)["rollout/surprise_z"] < -20 and check(logits, logits / 0.8)["rollout/surprise_z"] < -20
+    assert check(logits, logits / 1.2)["rollout/surprise_z"] > 20
+    certain = logits * 40
+    assert abs(check(certain, certain)["rollout/surprise_z"]) < 3
 
 
 @pytest.mark.parametrize("temperature", [1, 0.5])

@@ -78,10 +78,13 @@ def network(base, trained):
 
 
 def log_probs(model, weights, prompt, answer, temperature):
-    """Of the answer's tokens, and the entropy of the distribution that each comes from."""
+    """Of the answer's tokens, and the entropy of the distribution that each comes from, and the variance of that."""
     logits = torch.func.functional_call(model, weights, (torch.tensor([prompt + answer]),)).logits[0]
     all_logprobs = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
-    return all_logprobs[range(len(answer)), answer], -(all_logprobs.exp() * all_logprobs).sum(-1)
+    probs = all_logprobs.exp()
+    entropy = -(probs * all_logprobs).sum(-1)
+    variance = (probs * (all_logprobs + entropy[:, None]) ** 2).sum(-1)
+    return all_logprobs[range(len(answer)), answer], entropy, variance
 
 
 def values_of(backbone, weights, prompt, answer):
@@ -199,7 +202,7 @@ def iterate(oracle, answers, iteration):
     flags = oracle.flags
     grpo = "group_size" in flags
     for answer in answers:
-        answer["old"] = oracle.actor(answer)[0]
+        answer["old"], answer["entropy"], answer["variance"] = oracle.actor(answer)
         use_reference = flags["kl_reward_coef"] > 0 or flags["kl_loss_coef"] > 0
         answer["ref"] = oracle.actor(answer, {})[0] if use_reference else answer["old"]
         answer["kl"] = divergence(answer["old"], answer["ref"], flags["kl_reward_kind"])
@@ -225,19 +228,19 @@ def iterate(oracle, answers, iteration):
     epochs = [torch.rand(len(parts), generator=stream).argsort().tolist() for _ in range(flags["ppo_epochs"])]
     steps = [parts[k] for order in epochs for k in order]
     warm = min(1.0, iteration / max(1, flags["warmup_iterations"]))
-    seen = []  # of each token in each epoch: log-ratio, entropy, advantage
+    seen = []  # of each token in each epoch: log-ratio, advantage
 
     def actor_loss(part, weights):
         token_losses = []
         for answer in part:
-            now, entropy = oracle.actor(answer, weights)
+            now, entropy, _ = oracle.actor(answer, weights)
             log_ratio = now - answer["old"]
             ratio = log_ratio.exp()
             clipped = ratio.clip(1 - flags["clip_low"], 1 + flags["clip_high"])
             gain = torch.minimum(answer["advantages"] * ratio, answer["advantages"] * clipped)
             kl = divergence(now, answer["ref"], flags["kl_loss_kind"])
             token_losses.append(-gain - flags["entropy_coef"] * entropy + flags["kl_loss_coef"] * kl)
-            seen.append(torch.stack([log_ratio, entropy, answer["advantages"]]).detach())
+            seen.append(torch.stack([log_ratio, answer["advantages"]]).detach())
         return step_losses(token_losses, flags)
 
     def critic_loss(part, weights):
@@ -247,7 +250,7 @@ def iterate(oracle, answers, iteration):
     metrics = {}
     if iteration > flags.get("critic_warmup_iterations", 0):
         done = [oracle.step("actor", flags["lr"] * warm, partial(actor_loss, part)) for part in steps]
-        log_ratio, entropy, advantages = torch.cat(seen, 1)
+        log_ratio, advantages = torch.cat(seen, 1)
         ratio = log_ratio.exp()
         too_high = (advantages > 0) & (ratio > 1 + flags["clip_high"])
         too_low = (advantages < 0) & (ratio < 1 - flags["clip_low"])
@@ -258,8 +261,9 @@ def iterate(oracle, answers, iteration):
             "actor/approx_kl": (ratio - 1 - log_ratio).mean(),
             "actor/ratio_mean": ratio.mean(),
             "actor/ratio_max": ratio.max(),
-            "actor/entropy": entropy.mean(),
         }
+    entropies, variances = (torch.cat([answer[name] for answer in answers]) for name in ("entropy", "variance"))
+    surprises = -torch.cat([answer["old"] for answer in answers]) - entropies
     scores = [answer["score"] for answer in answers]
     metrics |= {
         "reward/mean": statistics.fmean(scores),
@@ -270,6 +274,9 @@ def iterate(oracle, answers, iteration):
         "kl/mean": torch.cat([answer["old"] - answer["ref"] for answer in answers]).mean(),
         "advantage/mean": every.mean(),
         "advantage/std": every.std(correction=1),
+        "actor/entropy": entropies.mean(),
+        "rollout/surprise": surprises.mean(),
+        "rollout/surprise_z": surprises.sum() / variances.sum().sqrt(),
     }
     if not grpo:
         done = [oracle.step("critic", flags["critic_lr"] * warm, partial(critic_loss, part)) for part in steps]
@@ -287,6 +294,9 @@ def agrees(flags, ranks):
     world = len(ranks)
     size = flags.get("group_size", 1)
     oracle = Oracle(flags, ranks[0]["steps"], ranks[0]["start"])
+    if not flags["lora_rank"]:  # all weights are trained, whatever the run thinks
+        assert oracle.weights["actor"].keys() == oracle.base["actor"].keys()
+        assert "group_size" in flags or oracle.weights["critic"].keys() == oracle.base["critic"].keys()
     lines = [line for line in ranks[0]["metrics"] if "reward/mean" in line]
     assert len(lines) == flags["total_iterations"]
     for iteration, line in enumerate(lines, 1):
@@ -316,7 +326,11 @@ BOTH = {
     "k3 in the reward, k2 in the loss": {"kl_reward_kind": "k3", "kl_loss_coef": 0.3, "kl_loss_kind": "k2"},
     "k1 in the loss only": {"kl_reward_coef": 0.0, "kl_loss_coef": 0.3, "kl_loss_kind": "k1"},
     "no KL, gradients as they are": {"kl_reward_coef": 0.0, "kl_loss_coef": 0.0, "max_grad_norm": 0.0},
-    "small gradients, warm-up": {"entropy_coef": 0.2, "max_grad_norm": 0.01, "warmup_iterations": 4},
+    "small gradients, warm-up, a price on entropy": {
+        "entropy_coef": -0.2,
+        "max_grad_norm": 0.01,
+        "warmup_iterations": 4,
+    },
     "one step": {"minibatch_size": 8, "ppo_epochs": 1, "loss_agg": "seq-mean-token-sum-norm"},
     "LoRA": {"lora_rank": 2, "entropy_coef": 0.1, "kl_loss_coef": 0.2, "lr": 3e-2, "loss_agg": "seq-mean-token-sum"},
 }

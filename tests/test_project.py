@@ -23,7 +23,7 @@ TOKENS = {"ppo_llm": 8900, "grpo_llm": 8580, "ppo_llm_fsdp": 9900}
 # What may differ between scripts under one name, and why. Everything else is one text.
 ALGORITHM = {
     "Args": "each algorithm has flags of its own",
-    "EMBEDDED": "and settings of them",
+    "BUNDLED": "and settings of them",
     "main": "it is the algorithm",
     "generate": "one prefill for a group",
     "SIZES": "that of a group is one",
@@ -122,7 +122,7 @@ def test_every_flag_is_read_and_help_shows_what_holds(name, monkeypatch, capsys)
     module, source = load_script(name), read_script(name)
     flags = [field.name for field in fields(module.Args)]
     assert [flag for flag in flags if not re.search(rf"\bargs\.{flag}\b", source)] == []
-    for given, lr, own in (["--model", "any"], "1e-06", {"model": "any"}), ([], "0.00015", module.EMBEDDED):
+    for given, lr, own in (["--model", "any"], "1e-06", {"model": "any"}), ([], "0.00015", module.BUNDLED):
         monkeypatch.setattr(sys, "argv", [name, *given, "--seed", "7", "--no-gradient-checkpointing"])
         assert module.parse_args() == module.Args(**own | {"seed": 7})
         monkeypatch.setattr(sys, "argv", [name, *given, "--help"])

@@ -131,6 +131,25 @@ def test_one_wrong_row_of_another_rank_ends_the_run(script, toy_flags, tmp_path)
         assert float(mean) < KL_LIMITS["float32"] and float(worst) == pytest.approx(50 * KL_LIMITS["float32"], rel=0.05)
 
 
+def weigh(script, mode):
+    """The weights of this rank's half of the rows, of which rank 1 has none with an action."""
+    dist.init_process_group("gloo")
+    part = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    weights = load_script(script).token_weights(ROWS[part], mode, 10)
+    dist.barrier()
+    return weights
+
+
+ROWS = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0], [0, 0, 0]], dtype=torch.bool)
+
+
+@each_script("ppo_llm")
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_a_minibatch_may_be_empty_on_one_rank(script, algo, mode):
+    """The ranks' weights are those of one process with all rows."""
+    assert torch.equal(torch.cat(run_ranks(2, weigh, str(script), mode)), algo.token_weights(ROWS, mode, 10))
+
+
 # ------------------------------------------------------------------------------------------------- sums of gradients
 
 SHAPES = [(3,), (2, 500), *[(i, 3) for i in range(1, 32)], (), (7, 1)]  # more than two buckets of 16

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 import torch
-from helpers import ROOT, SCRIPTS, load_script
+from helpers import ROOT, SCRIPTS, load_script, run_lines
 
 pytestmark = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("mkdocs", "material", "math_core", "pymdownx"))),
@@ -105,21 +105,27 @@ def test_the_sliders_compute_what_the_scripts_do(at):
     mask = torch.tensor([[t < len(x["kl"]) for t in range(longest)] for x in batch])
     kl = ppo_llm.kl_penalty(pad("kl"), torch.zeros(mask.shape), "k1")
     rewards = ppo_llm.place_scores(torch.tensor([x["score"] for x in batch]).float(), mask) - at["price"] * kl
-    deltas, _ = ppo_llm.gae(rewards, pad("values"), mask, at["gamma"], 0.0)
-    advantages, returns = ppo_llm.gae(rewards, pad("values"), mask, at["gamma"], at["lam"])
-    whitened = ppo_llm.masked_whiten(advantages, mask)
+    given = {"rewards": rewards, "values": pad("values"), "mask": mask}
+    by_delta, by_lam = (
+        run_lines(ppo_llm, "raw_advantages", "advantages", args={"gamma": at["gamma"], "lam": lam}, **given)
+        for lam in (0.0, at["lam"])
+    )
     scores = torch.tensor([batch[row]["score"], *(score for _, score in chosen["group"])]).float()[: at["size"]]
-    group = grpo_llm.group_advantages(scores, at["size"], "grpo")
-    expected = {"reward": rewards, "delta": deltas, "advantage": advantages, "return": returns, "whitened": whitened}
+    given = {"rewards": scores, "mask": torch.ones(at["size"], 1) > 0, "args": {"group_size": at["size"]}}
+    group = run_lines(grpo_llm, "groups", "advantages", **given).advantages[:, 0]
+    expected = {"reward": rewards, "delta": by_delta.raw_advantages, "advantage": by_lam.raw_advantages}
+    expected |= {"return": by_lam.returns, "whitened": by_lam.advantages}
     expected = {name: x[row][mask[row]].float() for name, x in expected.items()}
     expected["grouped"] = group[:1].expand_as(columns["kl"])
     expected["used"] = expected["grouped" if at["source"] == "group" else "whitened"]
     expected["ratio"] = torch.tensor(chosen["ratios"][at["step"] - 1]).float()
     logprobs = expected["ratio"].log().requires_grad_()
-    args = ppo_llm.Args(model="", clip_low=at["low"], clip_high=at["high"])
-    losses, clipped = ppo_llm.policy_loss(logprobs, torch.zeros_like(logprobs), expected["used"], None, args)
-    expected |= {"loss": losses.detach(), "push": -torch.autograd.grad(losses.sum(), logprobs)[0]}
+    given = {"mb_logprobs": logprobs, "old_logprobs": torch.zeros_like(logprobs), "advantages": expected["used"]}
+    given |= {"mb": slice(None), "epoch": 0, "clipped": torch.zeros(1, len(logprobs))}
+    stepped = run_lines(ppo_llm, "mb_ratio", "clipped", args={"clip_low": at["low"], "clip_high": at["high"]}, **given)
+    push = -torch.autograd.grad(stepped.mb_losses.sum(), logprobs)[0]
+    expected |= {"loss": stepped.mb_losses.detach(), "push": push}
     for name, numbers in expected.items():
         torch.testing.assert_close(columns[name], numbers, rtol=0, atol=1e-5, msg=name)
     torch.testing.assert_close(torch.tensor(shown["group"]).float(), group)
-    assert shown["clipped"] == clipped.tolist() and any(shown["clipped"]) == (at["size"] != 2)
+    assert shown["clipped"] == stepped.clipped[0].bool().tolist() and any(shown["clipped"]) == (at["size"] != 2)

@@ -25,7 +25,7 @@ def test_the_core_computes_what_ppo_llm_does(tmp_path, capsys, spy):
     reference differ, so that the KL counts, and the values are not 0."""
     ppo = load_script(ROOT / "ppo_llm.py")
     batches, scored, samples, scores, steps = spy(ppo, "to_batch"), spy(ppo, "compute_scores"), [], [], []
-    ppo.main(ppo.Args(**ppo.EMBEDDED | FLAGS | {"output_dir": str(tmp_path)}))
+    ppo.main(ppo.Args(**ppo.BUNDLED | FLAGS | {"output_dir": str(tmp_path)}))
     for iteration, ((_, (tokens, mask, *_)), (_, results)) in enumerate(zip(batches, scored), 1):
         stream = ppo.random_stream("minibatches", 1, iteration)
         order = torch.rand(BATCH // MINIBATCH, generator=stream).argsort()

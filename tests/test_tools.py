@@ -47,7 +47,7 @@ def changed(script, old, new, to="copy.py"):
 
 @pytest.mark.parametrize("script", variants.SCRIPTS)
 def test_a_patch_is_of_the_nearest_script(script, call):
-    copy = changed(script, "ratio = (logprobs", "ratio = 1.0 * (logprobs")
+    copy = changed(script, "mb_ratio = (mb_logprobs", "mb_ratio = 1.0 * (mb_logprobs")
     call("make", "mine", copy)
     assert variants.read_patch("mine")[1] == script and variants.changes("mine") == (1, 1, 1)
     assert variants.patched("mine") == copy.read_text() and "index " not in variants.read_patch("mine")[2]
@@ -61,7 +61,7 @@ def test_a_patch_is_of_the_nearest_script(script, call):
 def test_what_is_no_copy_makes_no_patch(call):
     call("apply", "cispo,gspo", "stuck.py")
     for path, error in (
-        (ROOT / "notes" / "variants" / "cispo.py", "is no copy of ppo_llm.py, grpo_llm.py, ppo_llm_fsdp.py"),
+        (ROOT / "notes" / "variants" / "rank.py", "is no copy of ppo_llm.py, grpo_llm.py, ppo_llm_fsdp.py"),
         (ROOT / "grpo_llm.py", "is grpo_llm.py as it stands"),
         ("nowhere.py", "there is no file nowhere.py"),
         ("stuck.py", "still has conflicts"),
@@ -95,7 +95,7 @@ def test_variants_stack_and_conflicts_are_named(call):
     sentence, _ = call("apply", "cispo,gspo,replay", "out.py")
     text = Path("out.py").read_text().splitlines()
     found = re.findall(r"(?m)^    line (\d+), in (.*)$", sentence)
-    assert f"in {len(found)} place(s) of out.py" in sentence and "policy_loss" in [around for _, around in found]
+    assert f"in {len(found)} place(s) of out.py" in sentence and "main" in [around for _, around in found]
     assert [int(n) for n, _ in found] == [k for k, x in enumerate(text, 1) if x == "<<<<<<< grpo_llm.py + cispo"]
     assert sentence.endswith("Not applied yet: replay.")
     assert "out.py still has conflicts" in call("apply", "replay", "more.py", "--on", "out.py")[0]
@@ -138,7 +138,7 @@ def test_rebase_writes_over_nothing_and_goes_on(call):
     call("make", "one.patch", changed("grpo_llm.py", anchor, f"    one = 1\n{anchor}"))
     commit_all()
     text = changed("grpo_llm.py", anchor, f"    two = 2\n{anchor}1 * ").read_text()
-    ratio = re.search(r"(?m)^-(    ratio = .*)$", variants.read_patch("cispo")[2])[1]
+    ratio = re.search(r"(?m)^-( +mb_ratio = .*)$", variants.read_patch("cispo")[2])[1]
     Path("grpo_llm.py").write_text(text.replace(ratio, f"{ratio}, anew"))
     Path("conflicts").mkdir()
     for path in Path("gspo_llm.py"), Path("conflicts/gspo_llm.py"):
@@ -165,7 +165,7 @@ def test_no_patch_takes_a_script_back(call):
     """A conflict mended on one branch and made on another; a copy that is older than its script, or of unknown age."""
     commit_all()
     old = call("apply", "cispo", "old.py") and Path("old.py").read_text()
-    ratio = re.search(r"(?m)^-(    ratio = .*)$", variants.read_patch("cispo")[2])[1]
+    ratio = re.search(r"(?m)^-( +mb_ratio = .*)$", variants.read_patch("cispo")[2])[1]
     changed("grpo_llm.py", ratio, f"{ratio}, only there", "grpo_llm.py")
     subprocess.run(["git", "checkout", "-qb", "there"], check=True)
     commit_all()
@@ -264,6 +264,10 @@ def test_what_changes_in_one_script_goes_to_the_others():
     texts["b"] = SHARED.format("renamed", "2 * x", False)
     expected = {script: SHARED.format("renamed", "2 * x", script == "c") for script in "abc"}
     assert refresh.with_shared(old, texts) == (expected, [])
+    used = "def main():\n    helper({})\n\n\ndef helper(x):\n    pass\n"
+    one = {"a": "def main():\n    pass\n", "b": used.format(2)}  # one no longer needs what the other does
+    old_ones = {"a": refresh.definitions(used.format(1)), "b": refresh.definitions(used.format(2))}
+    assert refresh.with_shared(old_ones, one) == (one, [])
     texts["a"] = texts["a"].replace("return x", "return 3")
     found, said = refresh.with_shared(old, texts)
     assert said == ["helper has changed in several ways: left as it is"] and "return 3" in found["a"]
@@ -295,9 +299,8 @@ def test_a_page_that_cannot_follow_is_named_and_the_others_do(monkeypatch, tmp_p
 @pytest.mark.slow
 def test_a_copy_stands_in_for_its_script(tmp_path):
     """In workers of pytest-xdist, too, which have no option of pytest's."""
-    head = "def group_advantages(scores, group_size, estimator):"
-    broken = f"{head}\n    return scores * 0 + 77\n\n\n{head.replace('group', 'old_group', 1)}"
-    copy = changed("grpo_llm.py", head, broken, tmp_path / "my_copy.py")
+    line = "        groups = rewards.view(-1, args.group_size)"
+    copy = changed("grpo_llm.py", line, f"{line} * 0 + 77", tmp_path / "my_copy.py")
     words = ["-n", "1", "--script", str(copy), "tests/test_groups.py", "-k", "golden_advantages"]
     env = {name: value for name, value in os.environ.items() if name != PLACE and "PYTEST" not in name}
     command = [sys.executable, "-m", "pytest", *words]

@@ -5,9 +5,8 @@ import math
 
 import pytest
 import torch
-from helpers import make_model
-from ranks import load_script
-from test_variants import ROOT, SOME_END, folder, losses_of, resumed, told_otherwise, train, variant  # noqa: F401
+from helpers import make_model, run_lines
+from test_variants import ROOT, SOME_END, batches_of, folder, losses_of, resumed, told_otherwise, train, variant  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig
 
 # ruff: noqa: F811 (fixtures)
@@ -30,7 +29,7 @@ BY_HAND = [
 def test_the_gradient_of_a_token(name, flags, up, down, variant):
     new = torch.tensor([RATIOS, RATIOS], dtype=F).log().requires_grad_()
     advantages = torch.tensor([[2.0], [-2.0]], dtype=F).expand(2, 5)
-    losses, clipped = losses_of(variant(name), new, torch.zeros_like(new), advantages, **flags)
+    losses, clipped = losses_of(variant(name), new, torch.zeros_like(new), advantages, flags)
     (slopes,) = torch.autograd.grad(losses.sum(), new)
     weights = torch.tensor([up, down], dtype=F)
     assert torch.allclose(slopes, -advantages * weights)
@@ -42,11 +41,9 @@ def test_gspo_clips_whole_responses(variant):
     """2507.18071, eq. 5 and 7. The geometric means of the ratios are e^.02 and e^.04; the clip is at 1.03."""
     new = torch.tensor([[0.05, -0.01, 9.0], [0.0, 0.08, 0.04]], dtype=F).requires_grad_()
     mask = torch.tensor([[True, True, False], [True, True, True]])
-    algo = variant("gspo")
-    args = algo.Args(model="m", clip_low=0.02, clip_high=0.03)
-    losses, clipped = algo.policy_loss(new, torch.zeros_like(new), torch.full_like(new, 2.0), mask, args)
-    loss = algo.aggregate(losses, mask, args.loss_agg, 5, 2, 3)
-    (slopes,) = torch.autograd.grad(loss, new)
+    algo, given = variant("gspo"), (new, torch.zeros_like(new), torch.full_like(new, 2.0))
+    losses, clipped = losses_of(algo, *given, {"clip_low": 0.02, "clip_high": 0.03}, mask=mask)
+    (slopes,) = torch.autograd.grad((algo.token_weights(mask, algo.Args.loss_agg, 3) * losses).sum(), new)
     each = -2 * math.exp(0.02) / 2 / 2  # of two tokens in one of two responses
     assert torch.allclose(slopes, torch.tensor([[each, each, 0], [0, 0, 0]], dtype=F))
     assert clipped.tolist() == [[False] * 3, [True] * 3]
@@ -66,12 +63,12 @@ MOVES = [
 @pytest.mark.parametrize("divergence, delta, column", [("tv", 0.15, 3), ("kl", 0.12, 4)])
 def test_dppo_blocks_by_probability_around_the_sampler(divergence, delta, column, variant, train, monkeypatch):
     """2602.04879, section 4."""
-    old, new, advantages = torch.tensor([move[:3] for move in MOVES], dtype=F).T
-    logprobs, blocks = new.log().requires_grad_(), torch.tensor([move[column] for move in MOVES])
+    old, new, advantages = torch.tensor([move[:3] for move in MOVES], dtype=F).T[:, None]
+    logprobs, blocks = new.log().requires_grad_(), torch.tensor([[move[column] for move in MOVES]])
     flags = {"divergence": divergence, "delta": delta}
-    losses, blocked = losses_of(variant("dppo"), logprobs, old.log(), advantages, **flags)
+    losses, blocked = losses_of(variant("dppo"), logprobs, old.log(), advantages, flags)
     (slopes,) = torch.autograd.grad(losses.sum(), logprobs)
-    assert torch.equal(blocked, blocks)
+    assert torch.equal(blocked, blocks.float())
     assert torch.allclose(slopes, torch.where(blocks, 0, -advantages * new / old))
     told_otherwise(variant("dppo"), monkeypatch, [0.003] * 12)  # the ratio of the first step has that in it
     assert train("dppo", total_iterations=1, lr=0.0)[1]["actor/ratio_mean"] == pytest.approx(math.exp(0.003))
@@ -81,11 +78,11 @@ def test_icepop_weighs_tokens_within_a_band(variant, train, monkeypatch, spy):
     """2510.18855, eq. 1. The sampler claims 0.6% too little and too much for a token each, 0.3% too little for one."""
     algo = variant("icepop")
     told_otherwise(algo, monkeypatch, [0.0, 0.006, -0.006, 0.003] + [0.0] * 8)
-    plain, used = spy(algo, "group_advantages"), spy(algo, "policy_loss")
+    written = spy(algo, "write_completions")
     metrics = train("icepop", **ONE_PASS, is_low=0.995, is_high=1.005)[1]
-    (_, _, weighted, mask, _), _ = used[-1]  # the last call is for the log: the whole batch
-    weights = torch.tensor([1, 0, 0, math.exp(0.003)] + [1] * 8)
-    assert torch.allclose(weighted[mask[0]].view(16, 12), plain[0][1][:, None] * weights, rtol=1e-5)
+    (batch,), weights = batches_of(written), torch.tensor([1, 0, 0, math.exp(0.003)] + [1] * 8)
+    weighted, plain = (x[batch.mask].view(16, 12) for x in (batch.advantages, batch.plain))
+    assert torch.allclose(weighted, plain * weights, rtol=1e-5)
     assert metrics["rollout/zero_weight_frac"] == pytest.approx(2 / 12)
     assert metrics["rollout/weight_mean"] == pytest.approx(weights.mean().item(), rel=1e-5)
 
@@ -96,41 +93,51 @@ def test_icepop_leaves_bad_responses_behind(variant, train, monkeypatch, spy):
     logprobs = torch.tensor([[-1.9, -1.9, -1.0], [-1.9, -1.9, -1.9], [-1.9, -1.9, -1.9], [-1.9, -0.7, torch.nan]])
     mask = torch.tensor([[True] * 3] * 3 + [[True, True, False]])
     advantages = torch.tensor([[-1.0], [-1.0], [1.0], [-1.0]]).expand(4, 3)
+    before = torch.full((4, 3), -1.0)
     for delta, rows in (0.5, [0, 1]), (0.2, [0, 1, 3]), (1.0, []):
-        found = algo.left_behind(logprobs, torch.full((4, 3), -1.0), advantages, mask, delta)
-        assert found.all(1).nonzero().flatten().tolist() == rows and torch.equal(found.all(1), found.any(1))
+        given = logprobs, before, advantages, {"off_policy_delta": delta}
+        left = losses_of(algo, *given, mask=mask, rollout_logprobs=before)[0] == 0
+        assert left.all(1).nonzero().flatten().tolist() == rows and torch.equal(left.all(1), left.any(1))
     told_otherwise(algo, monkeypatch, [-0.004] * 12, [0.0] * 12)  # every other response was likelier, it says
-    plain, shares = spy(algo, "group_advantages"), spy(algo, "aggregate")
+    written = spy(algo, "write_completions")
     metrics = train("icepop", **ONE_PASS, lr=0.0, off_policy_delta=0.002)[1]
-    (_, advantages), ((losses, *_), _) = plain[0], shares[0]
-    left = (advantages[::2] < 0).sum().item()
-    assert 0 < left == (losses == 0).all(1).sum() < 8 and metrics["actor/off_policy_frac"] == left / 16
+    left = (next(batches_of(written)).advantages[::2] < 0).any(1).sum().item()
+    assert 0 < left < 8 and metrics["actor/off_policy_frac"] == left / 16
 
 
 def test_value_clip_pushes_no_value_far(variant, train, spy):
     """Old value 0, clip 0.2: beyond it a value is still pulled back, but pushed no further, neither up nor down."""
-    algo = variant("value_clip")
-    returns = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.1, -1.0])
-    new = torch.tensor([0.1, 0.5, -0.5, 1.5, 0.3, -0.5]).requires_grad_()
-    losses = algo.value_loss(new, torch.zeros(6), returns, 0.2)
-    (slopes,) = torch.autograd.grad(losses.sum(), new)
-    assert torch.allclose(losses, torch.tensor([0.81, 0.64, 2.25, 0.64, 0.04, 0.64]) / 2)
+    algo, returns = variant("value_clip"), torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.1, -1.0]])
+    new = torch.tensor([[0.1, 0.5, -0.5, 1.5, 0.3, -0.5]]).requires_grad_()
+    given = {"critic": lambda *_: new, "returns": returns, "values": torch.zeros(1, 6), "mb": ([0], slice(6))}
+    given |= {"tokens": returns, "mask": returns != 0, "value_weights": torch.ones(1, 6), "args": {"value_clip": 0.2}}
+    found = run_lines(algo, "mb_values", "loss", **given)
+    (slopes,) = torch.autograd.grad(found.loss, new)
+    assert torch.allclose(found.mb_losses, torch.tensor([0.81, 0.64, 2.25, 0.64, 0.04, 0.64]) / 2)
     assert torch.allclose(slopes, torch.tensor([-0.9, 0, -1.5, 0, 0.2, 0]))
-    calls = spy(algo, "value_loss")
-    train("value_clip", ppo_epochs=2, microbatch_tokens=10_000, total_iterations=1)
-    ((first, old, *_), _), ((second, same, *_), _) = calls
-    assert torch.equal(old, same) and torch.equal(first, old) and not torch.equal(second, old)  # those of the rollout
+    # In all epochs of the second iteration, the clip is around the values of the rollout. A return is the score.
+    calls, scored, packed = spy(algo.Critic, "forward"), spy(algo, "compute_scores"), spy(algo, "pack")
+    flags = {"ppo_epochs": 3, "microbatch_tokens": 10_000, "total_iterations": 2, "gamma": 1.0, "lam": 1.0}
+    metrics = train("value_clip", **flags, kl_reward_coef=0.0, value_clip=1e-3)[2]
+    (_, results), (_, [(rows, _)]) = scored[-1], packed[-1]
+    scores = torch.tensor([results[row]["score"] for row in rows])[:, None]
+    ((_, _, mask), old), *epochs = calls[-4:]
+    each = torch.stack([values for _, values in epochs])
+    plain, bounded = ((x - scores)[:, mask].square() / 2 for x in (each, each.clamp(old - 1e-3, old + 1e-3)))
+    loss = torch.maximum(plain, bounded).mean().item()
+    assert metrics["critic/loss"] == pytest.approx(loss, rel=1e-5) != pytest.approx(plain.mean().item(), rel=1e-4)
+    assert torch.equal(old, each[0]) and old.abs().max() > 1e-3
 
 
 def test_target_kl_leaves_out_a_step_and_all_later_ones(variant, train, spy):
     steps = spy(torch.optim.AdamW, "step", lambda optimizer, *_: optimizer.param_groups[0]["params"])
-    shares = spy(variant("target_kl"), "aggregate")
+    shares = spy(torch.Tensor, "backward", lambda loss: loss.item())
     flags = {"batch_size": 16, "minibatch_size": 4, "microbatch_tokens": 10_000, "ppo_epochs": 2, "total_iterations": 1}
     assert train("target_kl", **flags, target_kl=1e9)[1]["actor/steps"] == 8 and len(steps) == 16
     # The first step changes nothing before it is taken, so its KL is 0. Every later minibatch has one.
     stopped = train("target_kl", **flags, target_kl=1e-9)[1]
     assert stopped["actor/steps"] == 1 and len(steps) == 16 + 1 + 8 and len(shares) == 16 + 2 + 8  # the critic goes on
-    assert stopped["actor/loss"] == shares[16][1].item() and stopped["actor/approx_kl"] > 0
+    assert stopped["actor/loss"] == shares[16] and stopped["actor/approx_kl"] > 0
     assert all(p.grad is None for p in steps[16])  # of the minibatch that was left out nothing goes on
 
 
@@ -169,13 +176,14 @@ def test_kl_gradient_has_the_value_of_one_kind_and_the_gradient_of_the_kl(varian
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_maxrl_climbs_the_logarithm_of_the_chance(size, variant):
     """2602.02710, eq. 6: over all groups, the mean gradient is that of -sum (1-p)^k/k, k < G; REINFORCE's is p's."""
-    group_advantages, p = variant("maxrl").group_advantages, 0.3
-    groups = torch.tensor(list(itertools.product([0.0, 1.0], repeat=size)), dtype=torch.float64)
+    groups, p = torch.tensor(list(itertools.product([0.0, 1.0], repeat=size)), dtype=torch.float64), 0.3
+    given = {"scores": groups.flatten(), "kl": torch.zeros(1, 1), "mask": torch.tensor([[True]])}
     chances = (p * groups + (1 - p) * (1 - groups)).prod(1)
 
     def gradient(estimator):
-        advantages = group_advantages(groups.flatten(), size, estimator).view(groups.shape)
-        return (chances @ (advantages * (groups - p)).mean(1)).item()  # by the logit of p
+        args = {"group_size": size, "estimator": estimator}
+        advantages = run_lines(variant("maxrl"), "rewards", "advantages", **given, args=args).advantages
+        return (chances @ (advantages.view(groups.shape) * (groups - p)).mean(1)).item()  # by the logit of p
 
     assert gradient("maxrl") == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, size)) * p * (1 - p))
     assert gradient("dr_grpo") == pytest.approx((size - 1) / size * p * (1 - p))
@@ -194,16 +202,16 @@ def tabled(prompts, responses, answers):
 def test_multi_reward_compares_each_part_then_sums(weights, variant, train, folder, spy):
     """No range hides another: the third group, which differs in both, has the sum of what each alone would give."""
     (folder / "tabled.py").write_text(TABLED)
-    losses = spy(variant("multi_reward"), "policy_loss")
+    written = spy(variant("multi_reward"), "write_completions")
     flags = {"reward": f"{folder}/tabled.py:tabled", "reward_weights": weights, "total_iterations": 1}
     metrics = train("multi_reward", **flags)
-    (_, _, advantages, *_), _ = losses[-1]  # of the whole batch, for the log: (B,L)
-    used = advantages.sum(1) / (advantages != 0).sum(1).clamp(min=1)
+    (batch,) = batches_of(written)
     a, b = weights or (1.0, 1.0)
     step, wide = 0.75**0.5, torch.tensor([-30.0, 60.0, 0.0, -30.0]) / 1800**0.5  # (score - mean) / std, by hand
     narrow = torch.tensor([-step, -step, step, step])
     expected = torch.cat([b * narrow, a * wide, (a + b) * narrow, torch.zeros(4)])
-    assert torch.allclose(used, expected / expected.std(), atol=1e-4)
+    expected = torch.where(batch.mask, (expected / expected.std())[:, None], 0)
+    assert torch.allclose(batch.advantages, expected, atol=1e-4)
     assert metrics[1]["group/zero_std_frac"] == 0.25
 
 
@@ -213,9 +221,9 @@ def test_process_reward_credits_the_token_that_ends_a_piece(variant, train, fold
     assert algo.credit(texts, [(2, 1.0), (3, 2.0), (4, 0.5), (5, 0.25)]) == [1.0, 2.0, 0.0, 0.75, 0.0]
     assert algo.credit(["a\ufffd", "a\ufffd", "aé"], [(2, 1.0)]) == [0, 0, 1.0]  # a character of three tokens
     assert algo.credit(texts, 3) == [0, 0, 0, 0, 3.0]  # a number is the last token's, as ever
-    calls, batches = spy(algo, "gae"), spy(algo, "to_batch")
-    train("process_reward", total_iterations=1, kl_reward_coef=0.0)
-    (((rewards, _, mask, *_), _),), (((_, responses, _), _),) = calls, batches
+    calls, batches = spy(algo, "masked_whiten"), spy(algo, "to_batch")
+    train("process_reward", total_iterations=1, kl_reward_coef=0.0, lam=0.0)  # at first all values are 0, so A is r
+    (((rewards, mask), _),), (((_, responses, _), _),) = calls, batches
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     for row, valid, response in zip(rewards, mask, responses):
         expected = [0.1 * (i > 2 and tokenizer.decode([i]) < "m") for i in response.ids]
@@ -224,13 +232,12 @@ def test_process_reward_credits_the_token_that_ends_a_piece(variant, train, fold
 
 
 def test_distill_rewards_each_token_with_the_teachers_surprise(variant, train, folder, spy):
-    calls, used = spy(variant("distill"), "kl_penalty"), spy(variant("distill"), "policy_loss")
+    calls, written = spy(variant("distill"), "kl_penalty"), spy(variant("distill"), "write_completions")
     teacher = make_model(folder / "teacher", seed=7, hidden_size=48, num_attention_heads=4, head_dim=12)
     metrics = train("distill", ref_model=teacher, total_iterations=12, lr=1e-2)
     (student, other, kind), kl = calls[1]  # after that of the sampler and the training pass
     assert kind == "k1" and torch.equal(kl, student - other) and kl.abs().max() > 0.1
-    (_, _, advantages, *_), _ = used[0]
-    assert {*advantages.flatten().tolist()} <= {*(-kl).flatten().tolist()}
+    assert torch.equal(next(batches_of(written)).advantages, -kl)
     assert metrics[-1]["kl/mean"] < 0.8 * metrics[1]["kl/mean"]  # it learns from its own samples
 
 
@@ -244,7 +251,7 @@ def test_distill_has_the_exact_gradient_of_the_kl_over_all_tokens(variant, folde
     student, teacher = (variant("distill").Policy(model, 0.7) for model in models)
     student.chunk_elements = 3 * size["vocab_size"]
     tokens, mask, weights = torch.randint(3, 40, (5, 9)), torch.rand(5, 9) < 0.6, torch.rand(5, 9)
-    _, _, kl = student(tokens, mask, teacher, teacher(tokens, mask, only_hidden=True))
+    *_, kl = student(tokens, mask, False, teacher, teacher(tokens, mask, only_hidden=True))
     logp, logq = ((model(tokens).logits / 0.7).log_softmax(-1) for model in models)
     whole = torch.where(mask, (logp.exp() * (logp - logq)).sum(-1), 0)
     found = [torch.autograd.grad((weights * x).sum(), [*models[0].parameters()]) for x in (kl, whole)]
@@ -257,13 +264,13 @@ def test_distill_has_the_exact_gradient_of_the_kl_over_all_tokens(variant, folde
 
 def test_dapo_trains_on_mixed_groups_and_punishes_length(variant, train, spy):
     """Filtered before the punishment: without it every group has both scores. 2503.14476, eq. 13."""
-    batches = spy(variant("dapo"), "group_advantages", lambda scores, *_: scores.clone())
-    trained = spy(variant("dapo"), "to_batch", lambda rows, responses, _: [len(r.ids) for r in responses])
-    metrics = train("dapo", reward="binary", max_draws=8, overlong_buffer=25, **SOME_END)
-    for scores, lengths, m in zip(batches, trained, metrics[1:], strict=True):
-        assert len(scores) == 16 == 4 * m["group/trained"] and 0 < m["reward/sampled_mean"] < 1
-        plain = (scores + ((torch.tensor(lengths) - 7) / 25).clamp(0, 1)).view(4, 4)
-        assert torch.allclose(plain, plain.round(), atol=1e-6) and len({*lengths}) > 2
+    written = spy(variant("dapo"), "write_completions")
+    metrics = train("dapo", reward="binary", max_draws=8, overlong_buffer=25, eval_every=1, **SOME_END)
+    for batch, m in zip(batches_of(written), metrics[1:], strict=True):
+        assert len(batch.score) == 16 == 4 * m["group/trained"] and 0 < m["reward/sampled_mean"] < 1
+        plain = (batch.score + ((batch.length - 7) / 25).clamp(0, 1)).view(4, 4)
+        assert torch.allclose(plain, plain.round(), atol=1e-6) and len({*batch.length.tolist()}) > 2
+        assert torch.allclose(batch.advantages, batch.plain, atol=1e-5)
         assert (plain.amin(1) < 0.5).all() and (plain.amax(1) > 0.5).all()
     assert max(m["group/generated"] for m in metrics[1:]) > 4
 
@@ -299,16 +306,9 @@ def test_mixed_groups_has_the_gradient_of_those_groups_alone(variant, train, spy
 
 def test_mask_truncated_trains_on_finished_responses_only(variant, train, spy):
     """The others are in no denominator; the scores of all are in the mean and std of a group."""
-    algo = variant("mask_truncated")
-    batches, groups = spy(algo, "to_batch"), spy(algo, "group_advantages")
-    used, shares = spy(algo, "policy_loss"), spy(algo, "aggregate")
-    train("mask_truncated", total_iterations=1, minibatch_size=16, microbatch_tokens=10**6)
-    ((_, responses, _), (_, mask, *_)), ((scores, *_), advantages) = batches[0], groups[0]
-    finished = torch.tensor([not response.truncated for response in responses])
-    plain = load_script(ROOT / "grpo_llm.py").group_advantages(scores, 4, "grpo")
-    assert 4 < finished.sum() < 12 and torch.allclose(advantages, plain)
-    (_, _, given, *_), _ = used[-1]
-    assert torch.equal(given, torch.where(mask & finished[:, None], advantages[:, None], 0))
-    (_, trained, _, num_tokens, num_rows, _), _ = shares[0]
-    assert trained.sum() == num_tokens == mask[finished].sum()
-    assert trained.any(1).sum() == num_rows == finished.sum()
+    written, passes = (spy(variant("mask_truncated"), name) for name in ("write_completions", "forward_all"))
+    metrics = train("mask_truncated", **ONE_PASS, entropy_coef=0.1)[1]
+    (batch,), (_, (_, entropy, _)) = batches_of(written), passes[0]
+    assert 4 < batch.truncated.sum() < 12 and torch.allclose(batch.advantages, batch.plain, atol=1e-5)
+    means = (batch.advantages + 0.1 * entropy).sum(1) / batch.length  # of a response
+    assert metrics["actor/loss"] == pytest.approx(-means[~batch.truncated].mean().item(), rel=1e-5)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import ROOT, make_model, read_rows, refusal, untimed, write_rows
 from ranks import load_script
-from test_variants import FILES, flags_of, folder, resumed, script_of, told_otherwise, train, train_by_two, variant  # noqa: F401
+from test_variants import FILES, batches_of, folder, resumed, script_of, told_otherwise, train, variant  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 # ruff: noqa: F811 (fixtures)
@@ -67,7 +67,7 @@ def test_two_turns_asks_again_if_the_first_answer_is_wrong(variant, train, folde
         assert bool(rest) == (not text or text[0] >= "5")
         assert not rest or rest[0][1] == turn + row["input_ids"]
         two += bool(rest)
-    assert 0 < two < len(rows) and m["response/two_turns_frac"] == two / len(rows) and m["rollout/logprob_diff"] < 1e-5
+    assert 0 < two < len(rows) and m["response/two_turns_frac"] == two / len(rows) and m["rollout/kl"] < 5e-11
 
 
 def test_tool_call_calculates(variant):
@@ -166,7 +166,7 @@ def test_environment_keeps_the_chat_that_the_template_makes(variant, tmp_path):
     tokenizer.chat_template = TEMPLATE
     data = write_rows(tmp_path / "one.jsonl", [{"question": "Which number?", "answer": "7"}])
     flags = {"dataset": data, "eval_dataset": data, "chat_template_args": '{"quick": true}', "max_prompt_length": 500}
-    args = algo.Args(**algo.EMBEDDED | flags | {"environment": f"{FILES}/guess.py:Guess"})
+    args = algo.Args(**algo.BUNDLED | flags | {"environment": f"{FILES}/guess.py:Guess"})
     (row,), _ = algo.load_prompts(data, algo.read_data(args)[0], args, tokenizer)
     text = "tools: guess. <user>Which number?|<assistant>quick: "
     assert row["prompts"] == text
@@ -195,17 +195,16 @@ def test_one_step_off_samples_with_older_weights_and_corrects_for_it(variant, tr
     algo = variant("one_step_off")
     sum_of = lambda model, *_: sum(p.double().sum().item() for p in model.parameters())  # noqa: E731 tells weights apart
     sampling, passes = spy(algo, "generate", sum_of), spy(algo, "forward_all")
-    plain, used = spy(algo, "group_advantages"), spy(algo, "policy_loss")
+    written = spy(algo, "write_completions")
     flags = {"kl_loss_coef": 0.0, "lr": 5e-3, "is_cap": 1.1, "eval_rows": 2, "eval_every": 1}
     metrics = train("one_step_off", **flags)
     assert len(sampling) == 2 + 3 * 3  # two evaluations, then in each iteration a batch and two evaluations
     batches, evaluated = sampling[2::3], sampling[1::3]
     assert batches == [evaluated[0], evaluated[0], evaluated[1]] and len({*evaluated}) == 4
-    whole = [advantages for (new, _, advantages, *_), _ in used if new.dim() == 3]  # the calls for the log
-    for i, m in enumerate(metrics[1:]):
-        ((*_, mask), old), (_, sampled) = passes[2 * i : 2 * i + 2]
+    for i, (batch, m) in enumerate(zip(batches_of(written), metrics[1:], strict=True)):
+        ((*_, mask), (old, *_)), (_, (sampled, *_)) = passes[2 * i : 2 * i + 2]
         weights = (old - sampled).exp().clamp(max=1.1)
-        assert torch.allclose(whole[i], torch.where(mask, plain[i][1][:, None] * weights, 0), atol=1e-6)
+        assert torch.allclose(batch.advantages, batch.plain * weights, atol=1e-6)
         assert m["rollout/weight_mean"] == pytest.approx(weights[mask].mean().item(), abs=1e-5)
         assert (weights[mask] == 1).all() == (i == 0) and (weights.max() > 1.09) == (i > 0)
 
@@ -215,14 +214,13 @@ def test_stale_weighs_each_batch_for_the_policy_that_sampled_it(variant, train, 
     algo, flags = variant("stale"), {"kl_loss_coef": 0.0, "lr": 5e-3, "is_cap": 1.1, "total_iterations": 4}
     now, grpo = untimed(train("stale", **flags, staleness=0)), untimed(train("stale", on=script_of("stale"), **flags))
     assert [{name: m[name] for name in plain} for m, plain in zip(now, grpo, strict=True)] == grpo
-    passes, plain, used = (spy(algo, name) for name in ("forward_all", "group_advantages", "policy_loss"))
-    metrics = train("stale", **flags, staleness=2)
-    whole = [advantages for (new, _, advantages, *_), _ in used if new.dim() == 3]  # the calls for the log
+    passes, written = spy(algo, "forward_all"), spy(algo, "write_completions")
+    metrics = train("stale", **flags, staleness=2, eval_every=1)
     sampled, old = passes[:3] + passes[4::2], passes[3::2]  # the first iteration samples three batches
-    for i, ((_, before), ((*_, mask), after)) in enumerate(zip(sampled, old)):
+    for i, ((_, (before, *_)), ((*_, mask), (after, *_)), batch) in enumerate(zip(sampled, old, batches_of(written))):
         weights = (after - before).exp()
         weights = torch.where(weights <= 1.1, weights, 0)
-        assert torch.allclose(whole[i], torch.where(mask, plain[i][1][:, None] * weights, 0), atol=1e-6)
+        assert torch.allclose(batch.advantages, batch.plain * weights, atol=1e-6)
         assert metrics[i + 1]["rollout/weight_mean"] == pytest.approx(weights[mask].mean().item(), abs=1e-5)
         assert (weights[mask] == 1).all() == (i == 0) and (weights[mask] == 0).any() == (i > 0)
 
@@ -243,7 +241,7 @@ def test_bypass_takes_the_samplers_log_probs_or_weighs_the_losses(variant, train
     rollout, token, *_ = found = [train("bypass", **flags | own)[1] for own, _ in cases]
     for m, (_, weight) in zip(found, cases):
         assert m["rollout/weight_mean"] == pytest.approx((1 + weight) / 2, rel=1e-5)
-        assert m["rollout/logprob_diff"] == pytest.approx(0.002, rel=1e-3)
+        assert m["rollout/kl"] == pytest.approx((math.exp(0.004) - 1.004) * 12 / 16 / 2, rel=1e-3)  # 16 count at least
     assert rollout["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.004)) / 2) and token["actor/ratio_mean"] == 1
     assert rollout["actor/grad_norm"] == pytest.approx(token["actor/grad_norm"], rel=1e-5)
     (plain,) = train("bypass", on=script_of("bypass"), **flags)[1:]
@@ -276,8 +274,8 @@ def test_top_p_trains_over_the_tokens_that_were_left_to_draw_from(variant, folde
     policy.chunk_elements = 3 * model.config.vocab_size
     for change in 1.0, 0.5:
         model.lm_head.weight.data *= change
-        logprobs, _ = policy(tokens, mask, sets)
-        logits, labels = model(tokens).logits[mask], tokens.roll(-1, 1)[mask]
+        logprobs, *_ = policy(tokens, mask, False, sets)
+        logits, labels = model(tokens).logits.detach()[mask], tokens.roll(-1, 1)[mask]
         by_hand = [x[a] - x[ids].logsumexp(0) for x, a, ids in zip(logits, labels, sets, strict=True)]
         assert torch.allclose(logprobs[mask], torch.stack(by_hand), atol=1e-5)
         assert torch.allclose(logprobs, said, atol=1e-5) == (change == 1)
@@ -329,7 +327,8 @@ def test_vllm_gets_the_newest_weights_and_is_corrected_for(variant, train, monke
     fake = SimpleNamespace(LLM=Engine, SamplingParams=SimpleNamespace, TokensPrompt=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "vllm", fake)
     weighted, plain = train("vllm", lr=0.02), train("vllm", is_cap=1.0, total_iterations=1)
-    assert column(weighted, "rollout/logprob_diff") == pytest.approx([0.003] * 3, rel=1e-3)
+    kls = [(math.exp(0.003) - 1.003) * n / 16 for n in column(weighted, "response/length_mean")]  # 16 count at least
+    assert column(weighted, "rollout/kl") == pytest.approx(kls, rel=1e-3)
     assert column(weighted, "rollout/weight_mean") == pytest.approx([math.exp(0.003)] * 3)
     assert weighted[1]["advantage/std"] == pytest.approx(plain[1]["advantage/std"] * math.exp(0.003), rel=1e-4)
     assert weighted[3]["kl/mean"] > 1e-4  # older weights would differ
@@ -349,7 +348,7 @@ def test_shared_prompt_gives_the_same_gradients(variant, folder):
     for script in plain, algo:
         model, widths = AutoModelForCausalLM.from_pretrained(folder / "model"), []
         model.base_model.register_forward_pre_hook(lambda _, args, w=widths: w.extend(x.shape for x in args))
-        logprobs, entropy = script.Policy(model, 0.9)(tokens, mask)
+        logprobs, entropy, _ = script.Policy(model, 0.9)(tokens, mask)
         ((logprobs * torch.arange(21)).sum() + entropy.sum()).backward()
         found.append((widths[0], [logprobs.detach(), entropy.detach(), *(p.grad for p in model.parameters())]))
     (wide, theirs), (narrow, ours) = found
@@ -373,7 +372,7 @@ def test_fp32_head_narrows_the_gap_of_bfloat16(variant, train, spy):
         with torch.autocast("cpu", torch.bfloat16):
             responses = algo.generate(model, ids, uniforms, [1], 1.0)
             tokens, mask, said, _ = algo.to_batch([{"input_ids": prompt} for prompt in ids], responses, "cpu")
-            logprobs, _ = algo.Policy(model, 1.0)(tokens, mask)
+            logprobs, *_ = algo.Policy(model, 1.0)(tokens, mask)
         gaps.append((logprobs - said)[mask].square().mean())
     assert 0 < gaps[1] < gaps[0] / 4
 
@@ -382,4 +381,4 @@ def test_fp16_has_the_gradients_of_float32(train):
     half, whole, bfloat = (train("fp16", dtype=x, total_iterations=1)[1] for x in ("float16", "float32", "bfloat16"))
     assert whole["actor/grad_norm"] != half["actor/grad_norm"] == pytest.approx(whole["actor/grad_norm"], rel=0.05)
     assert (half["loss_scale"], whole["loss_scale"], half["overflows"]) == (2.0**16, 1, 0)
-    assert 1e-6 < half["rollout/logprob_diff"] < bfloat["rollout/logprob_diff"] / 2
+    assert 5e-13 < half["rollout/kl"] < bfloat["rollout/kl"] / 4

@@ -87,15 +87,17 @@ def numbers_of(page):
 
 @each_script("ppo_llm", "grpo_llm")
 def test_the_numbers_are_those_of_metrics_and_tensors(script, algo, toy_run, spy, show):
-    batches, losses, penalties = (spy(algo, name) for name in ("to_batch", "policy_loss", "kl_penalty"))
-    values = spy(algo, "gae") if hasattr(algo, "gae") else None
+    batches, penalties, passes = (spy(algo, name) for name in ("to_batch", "kl_penalty", "forward_all"))
+    whitened, spreads = spy(algo, "masked_whiten"), spy(algo, "global_std")
     run_dir, metrics = toy_run(eval_rows=4)
-    (new, old, advantages, actions, _), _ = losses[-1]  # for the log: all epochs of the whole batch, (epochs,B,L)
-    columns = {"advantage": advantages, "log-prob": old, "ratio": (new[-1] - old).exp()}
+    (old, new, _), _ = penalties[-1]  # for the log: all epochs of the whole batch, (epochs,B,L)
+    tokens, mask = batches[-1][1][:2]
+    columns = {"log-prob": old, "ratio": (new[-1] - old).exp()}
     columns["KL"] = next(kl for args, kl in penalties if args[0] is old)
-    columns |= {"value": values[-1][0][1]} if values else {}
-    tokens = batches[-1][1][0]
-    responses = [row.roll(-1)[mask].tolist() for row, mask in zip(tokens, actions[-1])]
+    columns["advantage"] = whitened[-1][1] if whitened else spreads[-1][0][0]  # GRPO's are logged as they are
+    values = [values for (module, *_), values in passes if isinstance(module, getattr(algo, "Critic", ()))]
+    columns |= {"value": values[-1]} if values else {}
+    responses = [row.roll(-1)[chosen].tolist() for row, chosen in zip(tokens, mask)]
 
     page = show(run_dir)
     for metric in "reward/mean", "kl/mean", "actor/grad_norm", "eval/score":
@@ -112,7 +114,7 @@ def test_the_numbers_are_those_of_metrics_and_tensors(script, algo, toy_run, spy
         for t in 0, len(shown) // 2, len(shown) - 1:
             assert shown[t].keys() - {"token", "id", "text"} == columns.keys()
             for name, column in columns.items():
-                expected = column[row][actions[-1][row]][t].item()
+                expected = column[row][mask[row]][t].item()
                 assert float(shown[t][name]) == pytest.approx(expected, rel=1e-4), name
     shown = page.locator("#list .row").first.inner_text()
     assert "advantage\u00a0" in shown and page.locator('.key [data-metric="distinct/greedy"]').count() == 1

@@ -22,8 +22,8 @@ def test_the_engine_samples_with_the_weights_of_the_moment(tmp_path):
         flags = FLAGS | more | {"output_dir": tmp_path, "run_name": script.stem}
         code, console = launch(script, flags, 1, cwd=tmp_path)
         assert code == 0, console
-        diffs = [row["rollout/logprob_diff"] for row in read_metrics(tmp_path / script.stem)[1:]]
-        assert len(diffs) == 2 and max(diffs) < 1e-5, diffs
+        kls = [row["rollout/kl"] for row in read_metrics(tmp_path / script.stem)[1:]]
+        assert len(kls) == 2 and max(kls) < 5e-11, kls
         rows = read_rows(tmp_path / script.stem / "completions" / "eval_000000.jsonl")
         answers.append([row["response"] for row in rows])
     assert answers[0] == answers[1] and len(answers[0]) == 33

@@ -41,7 +41,7 @@ def row_kl(model, rows, length, seed, half, eos_ids):
         responses = script.generate(model, [row["input_ids"] for row in rows], uniforms, eos_ids, 1.0)
         tokens, mask, sampled, lengths = script.to_batch(rows, responses, "cpu")
         batches = [script.pack(lengths, range(len(rows)), 256, "cpu")]
-        trained = script.forward_all(script.Policy(model, 1.0).train(), batches, tokens, mask)
+        trained = script.forward_all(script.Policy(model, 1.0).train(), batches, tokens, mask, False)[0]
     return script.kl_penalty(sampled, trained, "k3").sum(1) / mask.sum(1).clamp(min=16)
 
 

@@ -5,8 +5,8 @@
     python benchmarks/campaigns/symptoms.py bug eos-untrained --total-iterations 8      one bug; flags are the script's
 
 Each run is one command on the bundled default with one process: flags that break a run, or a bug that is easy to write
-into a script, which replaces one function and says nothing. No bug raises an exception. Some would be stopped because
-sampler and training pass differ; here, the message is printed and the run continues.
+into a script, which replaces a function or a few lines of the loop and says nothing. No bug raises an exception. Some
+would be stopped because sampler and training pass differ; here, the message is printed and the run continues.
 
 The metrics go to benchmarks/results/symptoms.csv, with four significant digits. When a run stops by itself, or an error
 was let pass, the last line that it said is printed. notes/figures/09.py draws the runs.
@@ -19,6 +19,7 @@ import importlib
 import shlex
 import sys
 import tempfile
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,25 +34,45 @@ RUNS = RESULTS / "symptoms.csv"
 
 # ------------------------------------------------------------------------------------------------------------ the bugs
 
-BUGS = {}  # name: (script, the function in it that is replaced, by what)
+BUGS = {}  # name: (the function of ppo_llm.py that is replaced, by what)
+EDITS = {  # name: (script, {lines of its loop: what a bug makes of them})
+    # The sign of the advantage is wrong.
+    "sign-flipped": ("ppo_llm", {"-advantages[mb] * mb_ratio": "advantages[mb] * mb_ratio"}),
+    # No ratio and no clip: the plain policy gradient, from samples that become older with every step.
+    "no-ratio": (
+        "ppo_llm",
+        {
+            "mb_losses = torch.maximum(unclipped, bounded)": "mb_losses = -advantages[mb] * mb_logprobs",
+            "clipped[epoch][mb] = (bounded > unclipped).float()": "clipped[epoch][mb] = 0",
+        },
+    ),
+    # Groups are made of the answers to other prompts: rows lie prompt by prompt, not round by round.
+    "groups-mixed": (
+        "grpo_llm",
+        {
+            "groups = rewards.view(-1, args.group_size)": "groups = rewards.view(args.group_size, -1).T",
+            "constant_groups(rewards, ": "constant_groups(groups.flatten(), ",
+            "group_advantages.flatten()[:, None]": "group_advantages.T.flatten()[:, None]",
+        },
+    ),
+}
 MODELS = {}  # that a bug has seen
 
 
-def replaces(place, script="ppo_llm"):
-    """A bug in the place of this function of the script, which it gets first."""
+def replaces(place):
+    """A bug in the place of this function, which it gets first."""
 
     def register(function):
-        BUGS[function.__name__.replace("_", "-")] = script, place, function
+        BUGS[function.__name__.replace("_", "-")] = place, function
         return function
 
     return register
 
 
 @replaces("Policy.forward")
-def logprobs_late(real, self, tokens, mask):
+def logprobs_late(real, self, tokens, mask, *options):
     """Log-probs are read one position too late: action i gets that of the token after it."""
-    logprobs, entropy = real(self, tokens, mask.roll(1, 1))
-    return logprobs.roll(-1, 1), entropy.roll(-1, 1)
+    return real(self, tokens, mask.roll(1, 1), *options).roll(-1, -1)
 
 
 @replaces("sample_tokens")
@@ -114,12 +135,6 @@ def padding_whitened(real, x, mask):
     return torch.where(mask, real(x, torch.ones_like(mask)), 0)
 
 
-@replaces("policy_loss")
-def sign_flipped(real, logprobs, old, advantages, *rest):
-    """The sign of the advantage is wrong."""
-    return real(logprobs, old, -advantages, *rest)
-
-
 @replaces("load_model")
 def reference_moves(real, name, auto_class, *rest, **options):
     """The reference is the policy itself: no copy was made."""
@@ -130,19 +145,6 @@ def reference_moves(real, name, auto_class, *rest, **options):
     return MODELS[auto_class]
 
 
-@replaces("policy_loss")
-def no_ratio(_, logprobs, old, advantages, *rest):
-    """No ratio and no clip: the plain policy gradient, from samples that become older with every step."""
-    return -advantages * logprobs, advantages > torch.inf
-
-
-@replaces("group_advantages", "grpo_llm")
-def groups_mixed(real, scores, size, estimator):
-    """Groups are made of the answers to other prompts: rows lie prompt by prompt, not round by round."""
-    rounds = scores.view(size, -1).T.flatten()
-    return real(rounds, size, estimator).view(-1, size).T.flatten()
-
-
 def go_on(real, sentence):
     """The refusal of a sampler that differs from the training pass is printed, and the run goes on."""
     if "have a KL" not in sentence:
@@ -150,14 +152,30 @@ def go_on(real, sentence):
     print(f"error: {sentence}", file=sys.stderr)
 
 
+def edited(script, edits):
+    """The script as a module, with other lines."""
+    path = ROOT / f"{script}.py"
+    source = path.read_text()
+    for line, other in edits.items():
+        if line not in source:
+            sys.exit(f"{path.name} has no {line!r} (any more)")
+        source = source.replace(line, other)
+    algo = types.ModuleType(script)
+    algo.__file__, sys.modules[script] = str(path), algo
+    exec(compile(source, path, "exec"), vars(algo))
+    return algo
+
+
 def run_bug(name, flags):
-    script, place, function = BUGS[name]
-    algo = importlib.import_module(script)
+    if name in EDITS:
+        algo = edited(*EDITS[name])
+    else:
+        algo, (place, function) = importlib.import_module("ppo_llm"), BUGS[name]
+        kind, _, method = place.rpartition(".")
+        owner = getattr(algo, kind) if kind else algo
+        real = getattr(owner, method)
+        setattr(owner, method, lambda *args, **options: function(real, *args, **options))
     algo.fail = functools.partial(go_on, algo.fail)
-    kind, _, method = place.rpartition(".")
-    owner = getattr(algo, kind) if kind else algo
-    real = getattr(owner, method)
-    setattr(owner, method, lambda *args, **options: function(real, *args, **options))
     sys.argv[1:] = flags
     algo.main(algo.parse_args())
 
@@ -180,7 +198,7 @@ SYMPTOMS = {
     "memory-held": "ppo_llm.py --batch-size 4096 --rollout-batch-size 128 --total-iterations 1 --eval-every 0",
     "rollout-slow": "ppo_llm.py --rollout-batch-size 4 --total-iterations 3",
 }
-SYMPTOMS |= {name: f"{OURS} {name} --total-iterations 8" for name in BUGS if name not in SYMPTOMS}
+SYMPTOMS |= {name: f"{OURS} {name} --total-iterations 8" for name in [*BUGS, *EDITS] if name not in SYMPTOMS}
 
 
 def produce(name):

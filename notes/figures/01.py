@@ -7,7 +7,8 @@ import csv
 import json
 
 import torch
-from style import RESULTS, ROOT, arrow, box, draw_seeds, plt, save
+from style import RESULTS, ROOT, arrow, box, draw_seeds, gae, plt, save
+from tiny_ppo import policy_losses
 
 import ppo_llm
 
@@ -116,11 +117,11 @@ def traced():
         ppo_llm.Policy(ppo_llm.load_model(folder, ppo_llm.AutoModelForCausalLM), 1.0) for _ in range(2)
     )
     critic = ppo_llm.Critic(ppo_llm.load_critic(folder, lora_rank=0))
-    eos_ids, args = ppo_llm.collect_eos_ids(policy.model, tokenizer), ppo_llm.Args(model="")
+    eos_ids = ppo_llm.collect_eos_ids(policy.model, tokenizer)
     data = [json.loads(line) for line in (TINY / "train.jsonl").read_text().splitlines()]
     data = [row | {"input_ids": tokenizer(row["question"])["input_ids"]} for row in data]
-    actor_step = torch.optim.AdamW(policy.parameters(), lr=ppo_llm.EMBEDDED["lr"], weight_decay=0.0)
-    critic_step = torch.optim.AdamW(critic.parameters(), lr=ppo_llm.EMBEDDED["critic_lr"], weight_decay=0.0)
+    actor_step = torch.optim.AdamW(policy.parameters(), lr=ppo_llm.BUNDLED["lr"], weight_decay=0.0)
+    critic_step = torch.optim.AdamW(critic.parameters(), lr=ppo_llm.BUNDLED["critic_lr"], weight_decay=0.0)
     for iteration in range(1, 5):
         rows = ppo_llm.draw_prompts(data, 32 * (iteration - 1), 32, seed=1)
         noise = torch.rand(32, 40, generator=ppo_llm.random_stream("rollout", 1, iteration), dtype=torch.float64)
@@ -131,7 +132,8 @@ def traced():
         with torch.no_grad():
             old, ref, values = policy(tokens, mask)[0], reference(tokens, mask)[0], critic(tokens, mask)
         rewards = ppo_llm.place_scores(scores, mask) - 0.001 * ppo_llm.kl_penalty(old, ref, "k1")
-        advantages, returns = ppo_llm.gae(rewards, values, mask, gamma=1.0, lam=0.95)
+        advantages = gae(rewards, values, lam=0.95)
+        returns = advantages + values
         whitened, ratios, groups = ppo_llm.masked_whiten(advantages, mask), [], {}
         for i in SHOWN if iteration == 4 else ():
             noise = torch.rand(15, 40, generator=ppo_llm.random_stream("group", i), dtype=torch.float64)
@@ -139,15 +141,15 @@ def traced():
             texts = tokenizer.batch_decode([other.ids for other in others], skip_special_tokens=True)
             groups[i] = texts, ppo_llm.gsm8k(texts, [rows[i]["answer"]] * 15)
         for _ in range(16 if iteration == 4 else 4):
-            actor_losses, _ = ppo_llm.policy_loss(policy(tokens, mask)[0], old, whitened, mask, args)
-            critic_losses = ppo_llm.value_loss(critic(tokens, mask), returns)
+            actor_losses = policy_losses(policy(tokens, mask)[0], old, whitened)
+            critic_losses = (critic(tokens, mask) - returns).square() / 2
             for model, step, losses in (policy, actor_step, actor_losses), (critic, critic_step, critic_losses):
-                ppo_llm.aggregate(losses, mask, "token-mean", int(mask.sum()), len(rows), 40).backward()
+                losses[mask].mean().backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 step.step()
                 step.zero_grad()
             ratios.append((policy(tokens, mask)[0] - old).exp().detach())
-    deltas, _ = ppo_llm.gae(rewards, values, mask, gamma=1.0, lam=0.0)
+    deltas = gae(rewards, values, lam=0.0)
     columns = {"log-prob": old, "reference": ref, "reward": rewards, "$V$": values, r"$\delta$": deltas}
     columns |= {"$A$": advantages, "whitened": whitened}
     columns |= {f"ratio after step {k}": x for k, x in enumerate(ratios, 1)}
@@ -209,9 +211,7 @@ def credit():
             values.append(sum(ppo_llm.gsm8k(texts, [row["answer"]] * 300)) / 300)
         values, rewards = torch.tensor([values]), torch.zeros(1, len(response))
         rewards[0, -1] = score
-        everything = torch.ones_like(values).bool()
-        smeared, _ = ppo_llm.gae(rewards, values, everything, gamma=1.0, lam=0.95)
-        steps, _ = ppo_llm.gae(rewards, values, everything, gamma=1.0, lam=0.0)
+        smeared, steps = gae(rewards, values, lam=0.95), gae(rewards, values, lam=0.0)
         tokens = [x.replace("Ġ", "_").replace("Ċ", "\\n") for x in tokenizer.convert_ids_to_tokens(response[:-1])]
         above, below = panels[:, column]
         above.plot(places, values[0], "ko-", markersize=4)
@@ -233,9 +233,7 @@ def clip():
     figure, panels = plt.subplots(1, 2, figsize=(7.6, 2.7), sharex=True)
     ratio = torch.linspace(0.4, 1.8, 500)
     for axes, advantage, title in zip(panels, (1.0, -1.0), ("a good token (A = 1)", "a bad token (A = -1)")):
-        losses, _ = ppo_llm.policy_loss(
-            ratio.log(), torch.zeros(500), torch.full((500,), advantage), None, ppo_llm.Args(model="")
-        )
+        losses = policy_losses(ratio.log(), torch.zeros(500), advantage)
         axes.plot(ratio, -advantage * ratio, color="#888888", linewidth=1, ls=":", label="without the clip")
         axes.plot(ratio, losses, "k-", label="with it")
         flat, height = ((1.2, 1.8), -0.72) if advantage > 0 else ((0.4, 0.8), 1.4)

@@ -1,9 +1,7 @@
 """Figure of chapter 2: python notes/figures/02.py draws lambda."""
 
 import torch
-from style import plt, save
-
-from ppo_llm import gae
+from style import gae, plt, save
 
 
 def one_episode(axes):
@@ -14,7 +12,7 @@ def one_episode(axes):
     axes.step(range(16), values[0], "k-", where="mid", lw=1, label="forecast before the token")
     looks = {0.0: ("C3", "x", ":"), 0.5: ("C1", "^", ":"), 0.95: ("C0", "o", "-"), 1.0: ("C2", "s", "--")}
     for lam, (color, marker, line) in looks.items():
-        advantages, _ = gae(rewards, values, torch.ones_like(rewards).bool(), gamma=1.0, lam=lam)
+        advantages = gae(rewards, values, lam)
         label = f"advantage, lambda {lam:g}"
         axes.plot(range(16), advantages[0], color=color, marker=marker, ls=line, ms=4, lw=1, label=label)
     axes.axhline(0, color="black", lw=0.6)
@@ -36,7 +34,7 @@ def first_token(lams, knows=0.5, num_tokens=8, episodes=10_000, seed=0):
     values = knows * (steps.cumsum(1) - steps)
     rewards = torch.zeros_like(steps)
     rewards[:, -1] = steps.sum(1)
-    found = [gae(rewards, values, torch.ones_like(rewards).bool(), 1.0, lam)[0][:, 0] for lam in lams]
+    found = [gae(rewards, values, lam)[:, 0] for lam in lams]
     return torch.stack([x.mean() for x in found]), torch.stack([x.std() for x in found])
 
 

@@ -3,12 +3,10 @@
 import torch
 from style import plt, save
 
-from ppo_llm import Args, policy_loss
-
 
 def many_steps(clip_low, clip_high, steps=128, num_bandits=300, num_actions=50, num_samples=32, seed=0):
     """Gradient steps on one noisy batch: (gain promised by the batch, gain in truth) after each, mean over bandits."""
-    args, stream = Args(model="", clip_low=clip_low, clip_high=clip_high), torch.Generator().manual_seed(seed)
+    stream = torch.Generator().manual_seed(seed)
     truth = torch.randn(num_bandits, num_actions, generator=stream)  # expected reward of every action
     begin = (2 * truth).softmax(1)  # a policy that is already good
     actions = torch.multinomial(begin, num_samples, replacement=True, generator=stream)
@@ -19,9 +17,11 @@ def many_steps(clip_low, clip_high, steps=128, num_bandits=300, num_actions=50, 
     promised, gained = [], []
     for _ in range(steps + 1):
         logprobs = logits.log_softmax(1).gather(1, actions)
-        promised.append(((logprobs - old).exp() * advantages).mean().item())
+        ratio = (logprobs - old).exp()
+        promised.append((ratio * advantages).mean().item())
         gained.append(((logits.softmax(1) - begin) * truth).sum(1).mean().item())
-        loss = policy_loss(logprobs, old, advantages, None, args)[0].mean(1).sum()
+        bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+        loss = torch.maximum(-advantages * ratio, -advantages * bounded).mean(1).sum()
         logits = (logits - torch.autograd.grad(loss, logits)[0]).detach().requires_grad_()
     return promised, gained
 

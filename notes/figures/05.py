@@ -5,7 +5,7 @@ from math import comb
 import torch
 from style import plt, save
 
-from grpo_llm import aggregate, group_advantages
+from grpo_llm import token_weights
 
 
 def push(estimator, p, n):
@@ -14,7 +14,9 @@ def push(estimator, p, n):
     for k in range(1, n):
         scores = torch.tensor([1.0] * k + [0.0] * (n - k), dtype=torch.float64)
         chance = comb(n, k) * p**k * (1 - p) ** (n - k)
-        total += chance * (group_advantages(scores, n, estimator) * (scores - p)).mean().item()
+        advantages = scores - scores.mean()
+        advantages = advantages / (scores.std() + 1e-6) if estimator == "grpo" else advantages * n / (n - 1)
+        total += chance * (advantages * (scores - p)).mean().item()
     return total / (p * (1 - p))
 
 
@@ -53,10 +55,9 @@ def aggregation():
         token, whole = [], []
         for n in lengths:
             mask = torch.arange(64) < torch.tensor([32] * 7 + [n])[:, None]
-            losses = torch.ones(8, 64, requires_grad=True)
-            aggregate(losses, mask, mode, int(mask.sum()), 8, 64).backward()
-            token.append(losses.grad[7, 0].item())
-            whole.append(losses.grad[7].sum().item())
+            weights = token_weights(mask, mode, 64)
+            token.append(weights[7, 0].item())
+            whole.append(weights[7].sum().item())
         for axes, values in zip(panels, (token, whole)):
             axes.plot(lengths, values, line, marker=marker, markevery=5, markersize=5, label=mode)
     for axes, what in zip(panels, ("one token", "all its tokens together")):

@@ -38,6 +38,15 @@ def draw_seeds(axes, name, metric, label, **look):
         label = None
 
 
+def gae(rewards, values, lam):
+    """Advantages (B,T) with gamma = 1, where rewards and values are 0 behind the last action."""
+    advantages, advantage = rewards.clone(), 0
+    for t in reversed(range(rewards.shape[1])):
+        after = values[:, t + 1] if t + 1 < rewards.shape[1] else 0
+        advantages[:, t] = advantage = rewards[:, t] + after - values[:, t] + lam * advantage
+    return advantages
+
+
 def box(axes, x, y, width, height, text, color="#eef3fb", line="-", **font):
     """A box of a diagram, with text in its middle."""
     axes.add_patch(plt.Rectangle((x, y), width, height, facecolor=color, edgecolor="#222222", ls=line))

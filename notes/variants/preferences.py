@@ -101,10 +101,10 @@ def main(args):
         if reference is scorer:
             model.disable_adapters()
         with torch.no_grad():
-            ref_logprobs, _ = reference(tokens, mask)
+            ref_logprobs = reference(tokens, mask, False)[0]
         if reference is scorer:
             model.enable_adapters()
-        logprobs = scorer(tokens, mask)[0]
+        logprobs = scorer(tokens, mask, False)[0]
         return (args.dpo_beta * (logprobs - ref_logprobs)).sum(1).chunk(2)
 
     @torch.no_grad()

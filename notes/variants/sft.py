@@ -62,8 +62,8 @@ class Args:
 
 
 SHARED = "model dataset eval_dataset prompt_suffix max_response_length microbatch_tokens"
-EMBEDDED = {name: ppo_llm.EMBEDDED[name] for name in SHARED.split()}
-EMBEDDED |= {"answer_prefix": " ", "total_steps": 40, "lr": 1e-3}
+BUNDLED = {name: ppo_llm.BUNDLED[name] for name in SHARED.split()}
+BUNDLED |= {"answer_prefix": " ", "total_steps": 40, "lr": 1e-3}
 
 
 def main(args):
@@ -99,7 +99,7 @@ def main(args):
         rows = test_rows[rank::world_size]
         tokens, mask, _, lengths = ppo_llm.to_batch(rows, [row["response"] for row in rows], device)  # (B,L)
         microbatches = ppo_llm.pack(lengths, range(len(rows)), args.microbatch_tokens, device)
-        logprobs = ppo_llm.forward_all(policy, [microbatches], tokens, mask)
+        logprobs = ppo_llm.forward_all(policy, [microbatches], tokens, mask, False)[0]
         return {"eval/loss": ppo_llm.global_mean(-logprobs, mask)}
 
     report(0, evaluate(), run_dir, accelerator)
@@ -107,11 +107,11 @@ def main(args):
         rows = ppo_llm.draw_prompts(train_rows, (step - 1) * args.batch_size, args.batch_size, args.seed)
         rows = rows[rank::world_size]
         tokens, mask, _, lengths = ppo_llm.to_batch(rows, [row["response"] for row in rows], device)  # (B,L)
-        num_tokens, _ = ppo_llm.count_actions(mask)  # of all ranks
+        weights = ppo_llm.token_weights(mask, "token-mean", None)  # 1 / tokens of all ranks
         loss = 0
         for mb in ppo_llm.pack(lengths, range(len(rows)), args.microbatch_tokens, device):
-            logprobs = policy(tokens[mb], mask[mb])[0]  # (b,l)
-            share = -logprobs.sum() / num_tokens  # of the step's loss
+            logprobs = policy(tokens[mb], mask[mb], False)[0]  # (b,l)
+            share = -(weights[mb] * logprobs).sum()  # of the step's loss
             share.backward()
             loss += share.detach()
         metrics = {"loss": ppo_llm.all_reduce(loss).item()} | take_step(model, optimizer, step, args)
@@ -173,5 +173,5 @@ def save(run_dir, model, model_class, tokenizer, args, accelerator):
 
 if __name__ == "__main__":
     ppo_llm.Args = Args  # parse_args reads these two names
-    ppo_llm.EMBEDDED = EMBEDDED
+    ppo_llm.BUNDLED = BUNDLED
     main(ppo_llm.parse_args())
