@@ -150,7 +150,7 @@ if __name__ == "__main__":
     if args.shards and (base is None or "fully_shard(" in text):
         parser.error(f"--shards: {args.copy} is no copy of ppo_llm.py or grpo_llm.py")
     given = shlex.split(args.flags)
-    flags = shlex.split(FLAGS + "--group-size 4 " * ("group_size:" in text)) + given
+    flags = shlex.split(FLAGS + "--group-size 4 " * ("\n    group_size:" in text)) + given
     print(f"flags: {shlex.join(flags)}")
     os.environ["PYTHONPATH"] = str(args.copy.resolve().parent)  # what it imports
     with tempfile.TemporaryDirectory() as folder:
