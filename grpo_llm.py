@@ -646,11 +646,10 @@ class Policy(nn.Module):
         all_logprobs = logits.log_softmax(-1)
         entropy = variance = torch.zeros_like(all_logprobs[:, 0])
         if with_entropy:
-            finite = all_logprobs.clamp(min=-1e4)  # a token that can't be sampled, of log-prob -inf, adds 0
-            terms = finite.exp() * finite
-            entropy = -terms.sum(-1)
+            terms = all_logprobs.exp() * all_logprobs  # NaN for a token that can't be sampled: its log-prob is -inf
+            entropy = -terms.nansum(-1)
             with torch.no_grad():
-                variance = (terms * finite).sum(-1) - entropy.square()
+                variance = (terms * all_logprobs).nansum(-1) - entropy.square()
         return all_logprobs.gather(-1, labels[:, None]).squeeze(1), entropy, variance
 
 

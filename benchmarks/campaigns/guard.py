@@ -1,13 +1,15 @@
-"""The KL of sampler and training pass, by which a run is refused: how large is it when all is well, and when it isn't?
+"""What the check of the sampler measures when all is well, and when it isn't: the KL by which a run is refused, and the
+surprise, which needs nothing from the sampler.
 
     python benchmarks/campaigns/guard.py families [NAME ...]    random models, those of tests/test_architectures.py
-    python benchmarks/campaigns/guard.py MODEL ...              models in folders, by the bundled questions
+    python benchmarks/campaigns/guard.py MODEL[:LATER[:ADAPTER]] ...    models in folders, by the bundled questions
 
 Writes results/guard/families.csv and models.csv. The KL is that of phase 3: per token by k3, of each response, counted
-as at least 16 tokens; `mean` over responses and `worst` of them, the largest of all runs of a row. Families sample 96
-responses of at most 1, 2, 3 and 48 tokens with three seeds. `ties` has the weights of all routers times 1e-3, so that
-experts are nearly tied. Of a model, the logits of both passes are kept after sampling at temperature 1, and k3 is its
-expectation: this gives every temperature and cut from the same two passes. float32 is exact enough to need no table.
+as at least 16 tokens; `mean` over responses and `worst` of them. `surprise` and `z` are the metrics, `variance` is what
+the sum of surprises should have for a square. Families sample 96 responses of at most 1, 2, 3 and 48 tokens with three
+seeds; a row has the largest KLs and the z that is furthest from 0. `ties` has the weights of all routers times 1e-3, so
+that experts are nearly tied. Of a model, a sampler is spoilt in many ways; `uncut` is the mean KL if it reports the
+log-probs that it would have had. LATER has the weights after an iteration, ADAPTER is a LoRA run's folder.
 """
 
 import itertools
@@ -33,16 +35,22 @@ def load(folder, lora_rank, ties=False):
     return model
 
 
+def check(sampled, passed, mask):
+    """(KL of each response, its metrics) of what the sampler reports and a training pass (3,B,L)."""
+    found = script.check_sampler(sampled, *passed, mask, math.inf)
+    found["variance"] = passed[2].double().sum().item()
+    return script.kl_penalty(sampled, passed[0], "k3").sum(1) / mask.sum(1).clamp(min=16), found
+
+
 def row_kl(model, rows, length, seed, half, eos_ids):
-    """Of a response to each row, (B,)."""
+    """Of a response to each row."""
     stream = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(len(rows), length, generator=stream, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
         responses = script.generate(model, [row["input_ids"] for row in rows], uniforms, eos_ids, 1.0)
         tokens, mask, sampled, lengths = script.to_batch(rows, responses, "cpu")
         batches = [script.pack(lengths, range(len(rows)), 256, "cpu")]
-        trained = script.forward_all(script.Policy(model, 1.0).train(), batches, tokens, mask, False)[0]
-    return script.kl_penalty(sampled, trained, "k3").sum(1) / mask.sum(1).clamp(min=16)
+        return check(sampled, script.forward_all(script.Policy(model, 1.0).train(), batches, tokens, mask), mask)
 
 
 def family(name, folder):
@@ -59,57 +67,103 @@ def family(name, folder):
     for half, rank, ties in itertools.product((False, True), (0, 4), (False, True) if experts else (False,)):
         model, found = load(folder, rank, ties), []
         for length, seed in itertools.product((1, 2, 3, 48), (1, 2, 3) if half else (1,)):
-            kl = row_kl(model, rows, length, seed, half, test_architectures.EOS)
-            found.append((kl.mean().item(), kl.max().item()))
-        mean, worst = map(max, zip(*found))
+            found.append(row_kl(model, rows, length, seed, half, test_architectures.EOS))
         row = {"family": name, "dtype": "bfloat16" if half else "float32", "lora": rank, "ties": int(ties)}
-        yield row | {"mean": mean, "worst": worst}
+        row |= {"mean": max(kl.mean().item() for kl, _ in found), "worst": max(kl.max().item() for kl, _ in found)}
+        yield row | surprise_of(max((m for _, m in found), key=lambda m: abs(m["rollout/surprise_z"])))
 
 
-def logits_of_both(folder, count=12, length=16):
-    """The logits of sampler and training pass in bfloat16, a (T,V) tensor for each response."""
+def surprise_of(metrics):
+    names = {"surprise": "rollout/surprise", "variance": "variance", "z": "rollout/surprise_z"}
+    return {name: metrics[key] for name, key in names.items()}
+
+
+def keep(logits, kept):
+    return logits.masked_fill(~kept, -math.inf)
+
+
+def top_p(logits, share):
+    probs, order = logits.softmax(-1).sort(-1, descending=True)
+    return keep(logits, torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, probs.cumsum(-1) - probs < share))
+
+
+def penalise(logits, seen):
+    """A repetition penalty of 1.1 on what the response already has."""
+    for row, ids in enumerate(seen.tolist()):
+        picked = logits[row, ids]
+        logits[row, ids] = torch.where(picked > 0, picked / 1.1, picked * 1.1)
+    return logits
+
+
+def faults(eos_ids):
+    """{name: what it makes of the logits (B,V), with the tokens sampled before (B,t)}"""
+    found = {"right": lambda x, seen: x}
+    found |= {f"at {at}": lambda x, seen, at=at: x / at for at in (0.9, 0.7)}
+    found |= {f"top-p {share}": lambda x, seen, share=share: top_p(x, share) for share in (0.9, 0.6)}
+    found |= {f"top-k {k}": lambda x, seen, k=k: keep(x, x >= x.topk(k).values[:, -1:]) for k in (5, 50)}
+    found["min-p 0.1"] = lambda x, seen: keep(x, x.softmax(-1) >= 0.1 * x.softmax(-1).amax(-1, keepdim=True))
+    found["repetition penalty"] = penalise
+    found["EOS masked"] = lambda x, seen: x.index_fill(1, torch.tensor(eos_ids), -math.inf)
+    return found
+
+
+def spoilt(sampler, trainer, rows, eos_ids, change, temperature, half, length):
+    """A row of models.csv: what the check says of this sampler."""
+    seen, uncut, real = [], [], script.sample_tokens
+    noise = torch.rand(len(rows), length, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def sample_tokens(logits, uniforms, temperature):
+        logits = logits.float() / temperature
+        so_far = torch.stack(seen, 1) if seen else torch.zeros(len(rows), 0, dtype=torch.long)
+        tokens, logprobs = real(change(logits.clone(), so_far), uniforms, 1.0)
+        seen.append(tokens)
+        uncut.append(logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1))
+        return tokens, logprobs
+
+    script.sample_tokens = sample_tokens
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        prompts = [row["input_ids"] for row in rows]
+        found = sampler(lambda model: script.generate(model, prompts, noise, [-1], temperature))  # no row leaves
+        script.sample_tokens = real
+        ids, reported = (torch.tensor([list(x) for x in zip(*found)][i]) for i in (0, 1))
+        kinds = [script.cut_responses(ids, logprobs, eos_ids) for logprobs in (reported, torch.stack(uncut, 1))]
+        tokens, mask, sampled, lengths = script.to_batch(rows, kinds[0], "cpu")
+        claimed = script.to_batch(rows, kinds[1], "cpu")[2]
+        batches = [script.pack(lengths, range(len(rows)), 2048, "cpu")]
+        passed = script.forward_all(script.Policy(trainer, temperature).train(), batches, tokens, mask)
+    kl, metrics = check(sampled, passed, mask)
+    row = {"tokens": int(mask.sum()), "mean": kl.mean().item(), "worst": kl.max().item()}
+    return row | {"uncut": check(claimed, passed, mask)[0].mean().item()} | surprise_of(metrics)
+
+
+def model_rows(folders, count=200, length=40):
+    """Rows of models.csv."""
+    folder, later, adapter = [*folders.split(":"), None, None][:3]
     tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder, 0)
     args = script.Args(model="", eval_dataset=f"{TINY}/test.jsonl", dataset=f"{TINY}/train.jsonl", prompt_suffix="")
     rows = script.load_prompts("test", script.read_data(args)[1], args, tokenizer)[0][:count]
-    steps, real = [], script.sample_tokens
-    script.sample_tokens = lambda logits, *rest: (steps.append(logits.float()), real(logits, *rest))[1]
-    uniforms = torch.rand(count, length, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        responses = script.generate(model, [row["input_ids"] for row in rows], uniforms, [-1], 1.0)  # none ends early
-        tokens, mask, _, _ = script.to_batch(rows, responses, "cpu")
-        hidden = model.train().get_decoder()(tokens, use_cache=False).last_hidden_state
-        trained = [model.get_output_embeddings()(hidden[i][mask[i]]).float() for i in range(count)]
-    script.sample_tokens = real
-    return list(torch.stack(steps).unbind(1)), trained
+    eos_ids = script.collect_eos_ids(model, tokenizer)
+    same = faults(eos_ids)["right"]
+    cases = [(name, model, lambda sample: sample(model), change, 1.0) for name, change in faults(eos_ids).items()]
+    cases += [("right", model, lambda sample: sample(model), same, temperature) for temperature in (1.5, 0.5, 0.1)]
+    if later:
+        cases.append(("an iteration old", load(later, 0), lambda sample: sample(model), same, 1.0))
+    if adapter:
+        tuned = AutoModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
 
+        def without(sample):
+            tuned.disable_adapters()
+            responses = sample(tuned)
+            tuned.enable_adapters()
+            return responses
 
-def cut(logprobs, top_p):
-    ordered, order = logprobs.sort(-1, descending=True)
-    ordered[ordered.exp().cumsum(-1) - ordered.exp() >= top_p] = -math.inf
-    return torch.full_like(logprobs, -math.inf).scatter(-1, order, ordered).log_softmax(-1)
-
-
-def expected_k3(p, q):
-    """Of sampler p against training pass q, log-probs (T,V), per token: KL minus what q has where p is 0."""
-    kept = p > -math.inf
-    return (torch.where(kept, p.exp() * (p - q), 0).sum(-1) - 1 + (q.exp() * kept).sum(-1)).mean()
-
-
-def model_rows(folder):
-    """Rows of models.csv."""
-    pairs = list(zip(*logits_of_both(folder)))
-
-    def row(what, temperature, change):
-        found = torch.stack([expected_k3(change(a), (b / temperature).log_softmax(-1)) for a, b in pairs])
-        names = {"model": Path(folder).name, "sampler": what, "temperature": temperature}
-        return names | {"mean": found.mean().item(), "worst": found.max().item()}
-
-    for temperature in (1.5, 1.0, 0.7, 0.5, 0.3, 0.1):
-        yield row("right", temperature, lambda x, t=temperature: (x / t).log_softmax(-1))
-    for wrong in (0.95, 0.9, 0.7):
-        yield row(f"at {wrong}", 1.0, lambda x, t=wrong: (x / t).log_softmax(-1))
-    for top_p in (0.99, 0.9, 0.6):
-        yield row(f"top-p {top_p}", 1.0, lambda x, top_p=top_p: cut(x.log_softmax(-1), top_p))
+        cases.append(("right, LoRA", tuned, lambda sample: sample(tuned), same, 1.0))
+        cases.append(("without its adapter", tuned, without, same, 1.0))
+    for half, (name, trainer, sampler, change, temperature) in itertools.product((False, True), cases):
+        row = {"model": Path(folder).name, "dtype": "bfloat16" if half else "float32", "sampler": name}
+        row |= {"temperature": temperature}
+        yield row | spoilt(sampler, trainer, rows, eos_ids, change, temperature, half, length)
+        print(row, flush=True)
 
 
 def write(name, rows):
