@@ -36,7 +36,7 @@ Comments like [2.3] point to a section of notes/.
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.9,<2.16", "transformers>=5.21,<5.40", "accelerate>=1.10", "datasets>=4.8.5",
+# dependencies = ["torch>=2.9,<2.16", "transformers>=5.21,<6", "accelerate>=1.10", "datasets>=4.8.5",
 #     "safetensors>=0.8", "tyro>=0.9.2", "tensorboard>=2.19", "peft>=0.20", "transformers<5.24"]
 # ///
 
@@ -220,9 +220,11 @@ def main(args: Args):
 
     # A checkpoint holds `trainees` and this dictionary: put in here what else must survive a restart. Only rank 0 saves
     # it, so it must be the same on all ranks. A key that the checkpoint lacks keeps the value given here.
-    best = f"best score by {args.reward} on {args.eval_dataset or args.dataset}"  # with others, best/ starts anew
+    # With others, best/ starts anew. Names without folders: the same run may be resumed from elsewhere.
+    best = f"best score by {Path(args.reward).name} on {Path(args.eval_dataset or args.dataset).name}"
     state = {"iteration": 0, "prompts": 0, best: -math.inf, "best_iteration": 0}
     if checkpoint_path:
+        accelerator.print(f"continuing from {checkpoint_path}")
         state |= load_checkpoint(checkpoint_path, trainees)
     first_iteration = state["iteration"] + 1
     first_step = first_iteration if checkpoint_path else 0  # step 0 in the log is before training
@@ -268,10 +270,12 @@ def main(args: Args):
         optimizer.zero_grad()
         return norm
 
-    if not checkpoint_path:  # before training
-        metrics = evaluate(0, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
-        log(0, metrics, run_dir, accelerator)
+    if state[best] == -math.inf:  # before training, or resumed with another reward or other data
+        start = state["iteration"]
+        metrics = evaluate(start, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
         state[best] = metrics.get("eval/score", -math.inf)  # a best model must beat the one we started from
+        if not checkpoint_path:
+            log(start, metrics, run_dir, accelerator)
     signals = catch_signals()
 
     for iteration in range(first_iteration, args.total_iterations + 1):
@@ -406,14 +410,16 @@ def main(args: Args):
             "critic/explained_variance": 1 - advantage_std**2 / (global_std(returns, mask) ** 2 + 1e-5),
             "critic/grad_norm": sum(critic_norms) / len(steps),
         }
-        metrics |= checked | mean_parts("part", results)
+        parts = mean_parts("part", results)
+        metrics |= checked | parts
         if actor_norms:  # without an actor step, nothing has computed these
             metrics["actor/loss"] = all_reduce(actor_loss).item() / len(actor_norms)
             metrics["actor/grad_norm"] = sum(actor_norms) / len(actor_norms)
             metrics["actor/lr"] = args.lr * lr_factor
 
+        shown = "".join(f"{part} {value:.3f}, " for part, value in parts.items())
         accelerator.print(
-            f"iteration {iteration}/{args.total_iterations}: reward {metrics['reward/mean']:.3f}, "
+            f"iteration {iteration}/{args.total_iterations}: reward {metrics['reward/mean']:.3f}, {shown}"
             f"KL {metrics['kl/mean']:.4f}, length {metrics['response/length_mean']:.1f}, "
             f"rollout/kl {metrics['rollout/kl']:.0e}, {metrics['time/iteration']:.1f} s"
         )
@@ -612,6 +618,11 @@ def load_model(name, model_class, lora_rank=0, **lora):
         if not key.startswith("score."):
             fail(f"{name} cannot be loaded as {model_class.__name__}: it has no weights {key}")
         nn.init.zeros_(model.get_parameter(key))
+    if info["unexpected_keys"] and model_class is AutoModelForCausalLM:  # a backbone has no place for the head
+        fail(f"{name} has weights that its config has no place for, such as {min(info['unexpected_keys'])}")
+    head = model.get_output_embeddings()
+    if head and text_config.tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
+        fail(f"{name} has a head of its own, but its config says tie_word_embeddings: set that to false")
     if model.base_model is not model.get_decoder():  # what stands beside the decoder reads images and is not trained
         for key, part in model.base_model.named_children():
             part.requires_grad_(part is model.get_decoder() or key == "score")
@@ -770,12 +781,13 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
     alive = slots >= 0  # (B,) true: so far all of them
     eos = slots.new_tensor(eos_ids)
     cache = transformers.DynamicCache(config=model.config)
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
     model.eval()  # in train mode, gradient checkpointing would switch the KV cache off
     # `inputs` are the tokens to read in this step: the prompts at t = 0, after that the last token (b,1) of the b rows
     # that are left in the batch. Row j belongs to response slots[j].
     for t in tqdm(range(uniforms.shape[1]), "sampling", leave=False, disable=not sys.stderr.isatty()):
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -inputs.shape[1] :]  # of the inputs
-        options = {"position_ids": positions, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        options = {"position_ids": positions, cache_name: cache, "use_cache": True, "logits_to_keep": 1}
         logits = model(inputs.clamp(min=0), attention_mask=attention_mask, **options).logits[:, -1]  # (b,V)
         tokens[slots, t], logprobs[slots, t] = sample_tokens(logits, uniforms[slots, t], temperature)
         alive &= ~torch.isin(tokens[slots, t], eos)
@@ -1098,8 +1110,16 @@ def open_run(run_dir, args, first_step, accelerator):
         run_dir.mkdir(parents=True, exist_ok=args.resume)  # a rival may have made it since find_run
         lock_run(run_dir)
         (run_dir / "completions").mkdir(exist_ok=True)
-        (run_dir / "args.json").write_text(json.dumps(settings, indent=1))
-        for file in {Path(__file__), script}:  # two files if a script imports this one and replaces a part of it
+        saved = run_dir / "args.json"
+        if saved.exists():  # the run is resumed
+            for flag, value in json.loads(saved.read_text()).items():
+                if settings.get(flag, value) != value and flag != "resume":
+                    print(f"  changed    {flag}: it was {value!r} and is {settings[flag]!r}")
+        saved.write_text(json.dumps(settings, indent=1))
+        files = [__file__, script]  # two if a script imports this one and replaces a part of it
+        if ":" in args.reward:
+            files.append(sys.modules[Path(args.reward.rpartition(":")[0]).stem].__file__)
+        for file in map(Path, files):
             (run_dir / file.name).write_text(file.read_text())
         path = run_dir / "metrics.jsonl"
         path.touch()

@@ -5,14 +5,17 @@ What the scripts share to the byte is tried with the first; grpo_llm.py's own: t
 
 import math
 import re
+import shutil
 import sys
 from dataclasses import fields
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from accelerate import tracking
 from helpers import KL_LIMITS, each_script, make_model, read_metrics, read_rows, refusal, untimed
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 PPO = "ppo_llm", "ppo_llm_fsdp"
@@ -147,7 +150,7 @@ def scripted(algo, monkeypatch):
 BEST = {"eval_rows": 2, "eval_every": 1, "lr": 1e-2}
 
 
-def test_the_best_is_kept(toy_run, algo, spy, scripted, capsys, toy_reward, toy_data):
+def test_the_best_is_kept(toy_run, algo, spy, scripted, capsys, toy_reward, toy_data, tmp_path):
     """Better than before training and than all since by this reward, also before a restart. A tie is no improvement."""
     flags = BEST | {"run_name": "mine", "resume": True, "save_every": 1}
     saves = spy(algo, "save_models", lambda path, *rest: (path.name, len(read_metrics(path.parent))))
@@ -169,13 +172,22 @@ def test_the_best_is_kept(toy_run, algo, spy, scripted, capsys, toy_reward, toy_
     last, final = ((run_dir / name / "model.safetensors").read_bytes() for name in ("best", "final"))
     assert len({best, last, final}) == 3 and not (run_dir / "best" / "left").exists()
     assert said.format(5) in capsys.readouterr().out
-    others = {"reward": toy_reward.replace("toy_r", "./toy_r"), "dataset": f"{toy_data}/"}
-    others |= {"eval_dataset": f"{toy_data}/."}
-    for iteration, name in enumerate(others, 7):  # by a reward or data that are others by their names
+    flags |= {"reward": toy_reward.replace("toy_r", "./toy_r"), "dataset": f"{toy_data}/."}  # the same, from elsewhere
+    scripted([0.6])
+    toy_run(total_iterations=7, **flags)
+    # With a reward or test data of other names the run is evaluated before it goes on, and its model is to be beaten.
+    others = {"reward": f"{tmp_path}/other_reward.py:early", "eval_dataset": str(tmp_path / "other")}
+    shutil.copy(toy_reward.rpartition(":")[0], tmp_path / "other_reward.py")
+    (tmp_path / "other").symlink_to(toy_data)
+    for iteration, name in enumerate(others, 8):
         flags[name] = others[name]
-        scripted([0.8 - iteration / 10])
-        toy_run(total_iterations=iteration, **flags)
-        assert said.format(iteration) in capsys.readouterr().out
+        best = (run_dir / "best" / "model.safetensors").read_bytes()
+        scripted([0.4, 0.3])
+        toy_run(total_iterations=2 * iteration - 8, **flags)
+        assert (run_dir / "best" / "model.safetensors").read_bytes() == best
+        scripted([0.5])
+        toy_run(total_iterations=2 * iteration - 7, **flags)
+        assert said.format(2 * iteration - 7) in capsys.readouterr().out
 
 
 def test_credit_lost_off_the_end_is_seen(algo, toy_run, monkeypatch):
@@ -340,13 +352,23 @@ def test_wandb_gets_a_run_and_its_metrics(toy_run, monkeypatch):
 
 
 def test_models_that_cannot_be_trained(toy_run, tmp_path):
-    """An adapter, which is what a run with LoRA saves; and a classifier."""
+    """An adapter, which is what a run with LoRA saves; a classifier; weights that would be dropped; an untied head."""
     run_dir, _ = toy_run(lora_rank=2, total_iterations=1)
     folder = run_dir / "final"
     refused(lambda: toy_run(model=str(folder)), f"{folder} is an adapter", "merge it")
     folder = make_model(tmp_path / "judge", auto_class=AutoModelForSequenceClassification, num_labels=1)
     sentence = f"{folder} cannot be loaded as AutoModelForCausalLM: it has no weights lm_head.weight"
     refused(lambda: toy_run(model=folder), sentence)
+    folder = make_model(tmp_path / "biased")
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}
+    save_file(load_file(f"{folder}/model.safetensors") | bias, f"{folder}/model.safetensors", {"format": "pt"})
+    refused(
+        lambda: toy_run(model=folder), f"{folder} has weights that its config has no place for, such as {min(bias)}"
+    )
+    folder = make_model(tmp_path / "untied", tie_word_embeddings=False)
+    config = Path(folder, "config.json")
+    config.write_text(config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    refused(lambda: toy_run(model=folder), f"{folder} has a head of its own, but its config says tie_word_embeddings")
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [run_dir.name]
 
 

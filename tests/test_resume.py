@@ -258,6 +258,21 @@ def test_hyperparameters_are_those_of_now(toy_run, algo, monkeypatch, spy):
     assert {group["betas"] for group in found} == {(0.8, 0.9)} and 0.125 in [group["lr"] for group in found]
 
 
+def test_a_resume_says_what_it_changes_and_keeps_the_reward(toy_run, capsys, tmp_path):
+    """On the console: the flags that differ, which checkpoint, and in each iteration the parts of the score."""
+    (tmp_path / "my_reward.py").write_text("def parts(responses):\n    return {'size': [0.25] * len(responses)}\n")
+    flags = {"run_name": "run", "resume": True, "save_every": 1, "reward": f"{tmp_path}/my_reward.py:parts"}
+    run_dir, _ = toy_run(total_iterations=1, **flags)
+    first = capsys.readouterr().out
+    assert "changed" not in first and "continuing" not in first and ": reward 0.250, part/size 0.250, KL " in first
+    assert (run_dir / "my_reward.py").read_text() == (tmp_path / "my_reward.py").read_text()
+    toy_run(total_iterations=2, lr=0.5, **flags)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("  changed", "continuing"))]
+    expected = [f"continuing from {run_dir}/checkpoints/step_000001{'.pt' * (said[0][-3:] == '.pt')}"]
+    expected += ["  changed    total_iterations: it was 1 and is 2", "  changed    lr: it was 0.001 and is 0.5"]
+    assert sorted(said) == sorted(expected)
+
+
 # ------------------------------------------------------------------------------------------------------------- lock
 
 

@@ -108,7 +108,8 @@ def decode(model, cache, inputs, attention_mask, positions):
     """
 
     def forward():
-        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
+        options = {name: cache, "use_cache": True, "logits_to_keep": 1}
         return model(inputs, attention_mask=attention_mask, position_ids=positions, **options).logits[:, -1]
 
     yield forward()  # not captured: with these shapes it may have to load kernels, which a capture forbids
