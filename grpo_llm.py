@@ -269,11 +269,11 @@ def main(args: Args):
         return norm
 
     if state[best] == -math.inf:  # before training, or resumed with another reward or other data
-        start = state["iteration"]
-        metrics = evaluate(start, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
+        now = state["iteration"]
+        metrics = evaluate(now, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
         state[best] = metrics.get("eval/score", -math.inf)  # a best model must beat the one we started from
         if not checkpoint_path:
-            log(start, metrics, run_dir, accelerator)
+            log(0, metrics, run_dir, accelerator)
     signals = catch_signals()
 
     for iteration in range(first_iteration, args.total_iterations + 1):
@@ -1072,11 +1072,10 @@ def open_run(run_dir, args, first_step, accelerator):
                 if settings.get(flag, value) != value and flag != "resume":
                     print(f"  changed    {flag}: it was {value!r} and is {settings[flag]!r}")
         saved.write_text(json.dumps(settings, indent=1))
-        files = [__file__, script]  # two if a script imports this one and replaces a part of it
-        if ":" in args.reward:
-            files.append(sys.modules[Path(args.reward.rpartition(":")[0]).stem].__file__)
-        for file in map(Path, files):
-            (run_dir / file.name).write_text(file.read_text())
+        reward = Path(args.reward.rpartition(":")[0])
+        for file in {Path(__file__), script, reward}:  # two scripts if one imports this and replaces a part of it
+            if file.is_file():
+                (run_dir / file.name).write_text(file.read_text())
         path = run_dir / "metrics.jsonl"
         path.touch()
         with open(path, "r+") as file:
