@@ -28,8 +28,6 @@ ROOT_HALF, W = math.sqrt(0.5), math.sqrt(2.5 / 3)  # W: unbiased std of .5, -.5,
 PAIR = 1e-4 / (ROOT_HALF * 2e-4 + 1e-6)
 GOLDEN = [  # worked out by hand
     ("grpo", 2, [2e-4, 0, 3, 1], [PAIR, -PAIR, ROOT_HALF, -ROOT_HALF]),  # +-0.7071, where the std is far above its eps
-    ("dr_grpo", 4, [1, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
-    ("rloo", 4, [1, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),
     ("reinforce_pp", 2, [1, 0, 3, 1], [0.5 / W, -0.5 / W, 1 / W, -1 / W]),
     ("reinforce_pp", 1, [1, 2, 3, 6], [x / math.sqrt(14 / 3) for x in (-2, -1, 0, 3)]),
 ]

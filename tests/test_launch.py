@@ -1,14 +1,10 @@
 """Launches of two processes: console, files, agreement with one process; the defaults; what is asked of GPUs."""
 
 import json
-import math
 import re
-from datetime import timedelta
 
 import pytest
-import torch
-import torch.distributed as dist
-from helpers import KL_LIMITS, ROOT, TINY, each_script, forked, launch, read_metrics, read_rows, refusal
+from helpers import ROOT, TINY, each_script, forked, launch, read_metrics, read_rows, refusal
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModel, AutoModelForCausalLM
@@ -33,14 +29,6 @@ def launched(script, algo, tmp_path_factory):
     return out / "run", console
 
 
-PROGRESS = "iteration 1/1: reward {reward/mean:.3f}, KL {kl/mean:.4f}, length {response/length_mean:.1f}, "
-PROGRESS += "rollout/kl {rollout/kl:.0e}, {time/iteration:.1f} s"
-EVALUATED = "iteration {step}, greedy and sampled at temperature 1: eval/score {eval/score:.3f}, eval/score_sampled "
-EVALUATED += "{eval/score_sampled:.3f}, eval/length_mean {eval/length_mean:.3f}, eval/truncated_frac "
-EVALUATED += "{eval/truncated_frac:.3f}"
-BEST = "the best greedy score was that of iteration 1: {}/best"
-
-
 @each_script()
 def test_the_console_says_what_runs(script, launched):
     """A start-up block, a line for each iteration and each evaluation, and where things are. One process speaks."""
@@ -49,14 +37,11 @@ def test_the_console_says_what_runs(script, launched):
     block, _, after = console[console.index(f"{script.name}: 2 process(es) on cpu, float32") :].partition("run folder ")
     assert len(block.splitlines()) <= 10 and console.count(f"{script.name}: ") == 1 and " gsm8k; KL " in block
     assert "EOS ids [1]" in block and "4000 rows, 4000 distinct, 0 left out; the first ends in '" in block
-    before, m = read_metrics(run_dir)
-    signals = "  Ctrl-C     saves at the end of an iteration; the launcher of several processes waits 30 s for it"
-    expected = [f"{run_dir}, iterations 1 to 1", signals, EVALUATED.format(**before)]
-    expected += [PROGRESS.format(**m), EVALUATED.format(**m)]
-    expected += [BEST.format(run_dir)] if m["eval/score"] > before["eval/score"] else []
-    expected += [f"the trained model is in {run_dir}/final"]
-    expected += [f"what it wrote, token by token: python benchmarks/view.py {run_dir}"]
-    assert after.splitlines() == [*expected, f"curves: tensorboard --logdir {run_dir.parent}"], console
+    m = read_metrics(run_dir)[1]
+    line = f"iteration 1/1: reward {m['reward/mean']:.3f}, KL {m['kl/mean']:.4f}, "
+    assert after.count("\niteration 1/1: ") == 1 == after.count(line) and after.count("greedy and sampled") == 2, (
+        console
+    )
     for noise in ("Warning", "WARNING", "Traceback", "were not used", "newly initialized", "\r", "%"):
         assert noise not in console, console
 
@@ -149,38 +134,14 @@ def test_what_one_rank_finds_that_rank_prints(script, toy_flags, tmp_path, retur
     assert code == 1 and len(re.findall(f"(?m)^error: {sentence}", console)) == times, console
 
 
-@each_script("ppo_llm", "ppo_llm_fsdp")
-def test_bfloat16_learns_too(script, toy_flags, tmp_path):
-    code, console = forked(script, toy_flags | {"output_dir": tmp_path, "run_name": "run", "dtype": "bfloat16"})
-    assert code == 0 and "on cpu, bfloat16" in console, console
-    metrics = read_metrics(tmp_path / "run")
-    assert 1e-8 < metrics[1]["rollout/kl"] < KL_LIMITS["bfloat16"] / 4
-    assert metrics[1]["actor/ratio_mean"] == pytest.approx(1, abs=0.05)
-    assert all(math.isfinite(value) for m in metrics for value in m.values())
-
-
-# The numbers that are not 0 for a real model, and what the embedded task has instead.
-REAL = {"max_prompt_length": 512, "max_response_length": 512, "batch_size": 256, "minibatch_size": 64, "ppo_epochs": 1}
-REAL |= {"rollout_batch_size": 256, "microbatch_tokens": 4096, "total_iterations": 100, "lr": 1e-6, "critic_lr": 1e-5}
-REAL |= {"temperature": 1.0, "gamma": 1.0, "lam": 1.0, "clip_low": 0.2, "clip_high": 0.2}
-REAL |= {"max_grad_norm": 1.0, "kl_reward_coef": 0.001, "seed": 1, "eval_rows": 512, "eval_every": 20, "save_every": 10}
-REAL["keep_checkpoints"] = 2
-GRPO = {"batch_size": 32, "group_size": 8, "kl_reward_coef": 0, "kl_loss_coef": 0.001}
-OURS = {"rollout_batch_size": 128, "eval_every": 10, "max_response_length": 64, "total_iterations": 20}
-OURS |= {"microbatch_tokens": 1024, "prompt_suffix": "", "lr": 1.5e-4, "critic_lr": 1e-3, "lam": 0.95}
-
-
 @each_script()
-def test_the_defaults_are_for_a_real_model_and_the_embedded_settings_for_ours(script, algo, monkeypatch, tmp_path):
+def test_a_flag_wins_and_only_a_model_makes_the_defaults_real(script, algo, monkeypatch, tmp_path):
     def parsed(*words):
         monkeypatch.setattr("sys.argv", ["script.py", *words])
         return vars(algo.parse_args())
 
     real, ours = parsed("--model", "some/model"), parsed()
-    numbers = {name: value for name, value in real.items() if isinstance(value, int | float)}
-    assert numbers.items() <= (dict.fromkeys(numbers, 0) | REAL | (GRPO if script.stem == "grpo_llm" else {})).items()
-    files = {"model": "model", "dataset": "train.jsonl", "eval_dataset": "test.jsonl"}
-    assert ours.items() <= (real | OURS | {flag: f"{algo.TINY}/{file}" for flag, file in files.items()}).items()
+    assert real["lr"] == 1e-6 and ours["lr"] == 1.5e-4
     # A flag wins. The word --model alone counts: no value that ends like it, no flag that ends like it.
     assert parsed("--lr", "0.5") == ours | {"lr": 0.5}
     assert parsed("--run-name", "x--model") == ours | {"run_name": "x--model"}
@@ -189,45 +150,3 @@ def test_the_defaults_are_for_a_real_model_and_the_embedded_settings_for_ours(sc
     monkeypatch.setattr(algo, "TINY", tmp_path / "tiny")  # as of a copy in another folder
     sentence = "error: --model is needed: the bundled one is not beside this copy of the script"
     assert refusal(parsed) == f"{sentence} ({tmp_path}/tiny)" and parsed("--model", "some/model") == real
-
-
-# ------------------------------------------------------------ what a run asks of GPUs and of its group of processes
-
-
-class Enough(Exception):
-    """What was to be seen has been seen."""
-
-
-def stop(*args):
-    raise Enough(*args)
-
-
-@each_script("ppo_llm", "ppo_llm_fsdp")
-@pytest.mark.parametrize("native, dtype, used", [(1, "auto", 1), (0, "auto", 0), (0, "bfloat16", 1), (1, "float32", 0)])
-def test_bfloat16_where_it_is_not_emulated(script, algo, toy_run, monkeypatch, native, dtype, used):
-    """native: whether the GPU computes in it, as a T4 or V100 does not. Processes wait an hour for each other."""
-    found, sharded = {}, script.stem == "ppo_llm_fsdp"
-    real_group, real_accelerator = dist.init_process_group, algo.Accelerator
-
-    def init_process_group(backend=None, **options):
-        found["group"], found["timeout"] = backend, options["timeout"]
-        real_group("gloo", **options | {"store": dist.HashStore(), "rank": 0, "world_size": 1})
-
-    def accelerator(**options):
-        found["precision"] = options["mixed_precision"]
-        for handler in options.get("kwargs_handlers", ()):
-            found["timeout"] = handler.timeout
-        return real_accelerator(**options | {"cpu": True})
-
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    # torch takes emulation for support, too.
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
-    monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    monkeypatch.setattr(algo, "Accelerator", accelerator)
-    monkeypatch.setattr(algo, "shard" if sharded else "find_run", stop)
-    with pytest.raises(Enough) as stopped:
-        toy_run(dtype=dtype)
-    assert found["precision"] == ("bf16" if used else "no") and found["timeout"] == timedelta(hours=1)
-    if sharded:  # FSDP is told so; a sharded rollout and --offload exchange tensors of the CPU, too
-        assert stopped.value.args[2] == used and found["group"] == "cpu:gloo,cuda:nccl"

@@ -125,16 +125,6 @@ def test_the_first_64_responses_are_kept_token_by_token(algo, toy_run, spy):
     assert not expected
 
 
-@each_script("ppo_llm", "grpo_llm")
-def test_of_128_ranks_each_keeps_a_row_or_a_group(algo, toy_run, monkeypatch):
-    """This one takes itself for one of them: it has a prompt of 128."""
-    monkeypatch.setattr(algo.Accelerator, "num_processes", 128)
-    size = 2 if "grpo" in algo.__name__ else 1
-    run_dir, _ = toy_run(total_iterations=1, batch_size=128, minibatch_size=128 * size)
-    rows = read_rows(run_dir / "completions" / "step_000001.jsonl")
-    assert len(rows) == size and all("batch" in row for row in rows)
-
-
 @pytest.fixture
 def scripted(algo, monkeypatch):
     """scripted([0.3, 0.9]) -> the greedy scores that the next evaluations find, whatever the model answers."""

@@ -59,20 +59,6 @@ def test_commands_of_the_page_are_legal_and_fit_the_card_it_names(clone):
             assert f"{size:.1f}" == rows[name][3] and size <= 0.9 * float(rows[name][2]), name
 
 
-def test_the_memory_that_the_readme_forecasts_is_computed():
-    """Of its real run on other cards; a cell names the flags that are added, or another script."""
-    text = (ROOT / "README.md").read_text()
-    start = re.search(r"(?s)cuda_graphs.py grpo_llm.py --model \S+ \\\n(.*?)\n```", text)[1].replace("\\\n", " ")
-    found = re.findall(r"(?m)^\| (\S+) \| (\w+) of (\d+) GB \| (.+) \| (\S+) GB \|$", text)
-    for model, cards, card, what, shown in found:
-        processes = {"one": 1, "two": 2, "four": 4}[cards]
-        script, _, flags = what.strip("`").partition(" ") if "py" in what else ("grpo_llm.py", "", start)
-        args = check_flags("grpo_llm", f"--model Qwen/{model} {flags}", processes)
-        size = forecast(script, processes, args)["peak"] / 1e9
-        assert f"{size:.1f}" == shown and size <= 0.9 * float(card), model
-    assert len(found) == 3
-
-
 @pytest.mark.slow
 def test_the_main_command_runs(clone, tiny_model, toy_data):
     script, processes, words = RUNS["gsm8k"]

@@ -119,19 +119,6 @@ def commit_all():
         subprocess.run(["git", *words], check=True)
 
 
-def test_rebase_touches_only_what_no_longer_fits(call):
-    """The script as it was is looked for in the history."""
-    commit_all()
-    before = {name: variants.path_of(name).read_text() for name in variants.names()}
-    text = changed("grpo_llm.py", "int = 0  # the", "int = 0  # these", "grpo_llm.py").read_text()
-    of_grpo = [name for name in before if variants.read_patch(name)[1] == "grpo_llm.py"]
-    old = {name for name in of_grpo if variants.try_patch(name, text)[0] is None}
-    assert "cispo" in old and "replay" not in old
-    code, _ = call("rebase")
-    assert not code and {name for name in before if variants.path_of(name).read_text() != before[name]} == old
-    assert all("# these" in variants.patched(name) for name in old)
-
-
 def test_rebase_writes_over_nothing_and_goes_on(call):
     """A file in the way, a conflict, a patch with the marks of a merge, an insertion at a changed line."""
     anchor = "    whitened = "
