@@ -6,15 +6,7 @@ import torch
 from helpers import ROOT, each_script, load_script, make_model
 from memory import GIB, SHAPES, Shape, budget
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GPT2Config,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
 
@@ -93,7 +85,7 @@ QWEN3_30B_A3B |= {"num_attention_heads": 32, "num_key_value_heads": 4}
     [
         (Qwen3Config(**QWEN3_32B), 32_762_123_264, 64 * 2 * 8 * 128),
         (Qwen3MoeConfig(**QWEN3_30B_A3B), 30_532_122_624, 48 * 2 * 4 * 128),
-        (GPT2Config(), 124_439_808, None),  # two matrices in an MLP instead of three
+        (AutoConfig.for_model("gpt2"), 124_439_808, None),  # two matrices in an MLP instead of three
         (Qwen2MoeConfig(), 14_315_784_192, None),  # an expert that every token has
     ],
 )
