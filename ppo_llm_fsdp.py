@@ -288,8 +288,9 @@ def main(args: Args):
         return norm
 
     if state[best] == -math.inf:  # before training, or resumed with another reward or other data
-        now = state["iteration"]
-        metrics = evaluate(now, test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator)
+        metrics = evaluate(
+            state["iteration"], test_rows, rollout, reward_function, tokenizer, run_dir, args, accelerator
+        )
         state[best] = metrics.get("eval/score", -math.inf)  # a best model must beat the one we started from
         if not checkpoint_path:
             log(0, metrics, run_dir, accelerator)
@@ -572,10 +573,13 @@ def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit
             f"iteration {iteration}: sampler and training pass have a KL of {mean_kl:.2} (limit {limit:.2}), in one "
             f"response {worst_kl:.2} (limit {40 * limit:.2}): wrong mask, weights or sampler (see notes, 6.7)"
         )
-    surprise = torch.where(mask, -old_logprobs - entropy, 0)  # (B,T)
-    total, total_variance = all_reduce(torch.stack([surprise.double().sum(), variance.double().sum()])).tolist()
-    z = total / math.sqrt(total_variance + 1e-30)
-    return {"rollout/kl": mean_kl, "rollout/surprise": global_mean(surprise, mask), "rollout/surprise_z": z}
+    surprise = -old_logprobs - entropy  # (B,T)
+    total, total_variance = all_reduce(torch.stack([surprise, variance]).double().sum((1, 2))).tolist()
+    return {
+        "rollout/kl": mean_kl,
+        "rollout/surprise": global_mean(surprise, mask),
+        "rollout/surprise_z": total / math.sqrt(total_variance + 1e-30),
+    }
 
 
 def token_weights(mask, mode, max_response_length):  # [5.6]
@@ -628,11 +632,12 @@ def load_model(name, model_class, lora_rank=0, **lora):
         if not key.startswith("score."):
             fail(f"{name} cannot be loaded as {model_class.__name__}: it has no weights {key}")
         nn.init.zeros_(model.get_parameter(key))
-    if info["unexpected_keys"] and model_class is AutoModelForCausalLM:  # a backbone has no place for the head
-        fail(f"{name} has weights that its config has no place for, such as {min(info['unexpected_keys'])}")
-    head = model.get_output_embeddings()
-    if head and text_config.tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
-        fail(f"{name} has a head of its own, but its config says tie_word_embeddings: set that to false")
+    if model_class is AutoModelForCausalLM:  # a critic's backbone has no place for the head
+        if info["unexpected_keys"]:
+            fail(f"{name} has weights that its config has no place for, such as {min(info['unexpected_keys'])}")
+        tied = text_config.tie_word_embeddings
+        if tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+            fail(f"{name} has a head of its own, but its config says tie_word_embeddings: set that to false")
     if model.base_model is not model.get_decoder():  # what stands beside the decoder reads images and is not trained
         for key, part in model.base_model.named_children():
             part.requires_grad_(part is model.get_decoder() or key == "score")
@@ -664,8 +669,10 @@ class Policy(nn.Module):
         size = max(1, self.chunk_elements // self.model.config.get_text_config().vocab_size)
         chunks = zip(hidden.split(size), labels.split(size))
         kind = type(output)  # the class in which this model's decoder returns hidden states
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        results = [checkpoint(self.head, *chunk, kind, with_entropy, **options) for chunk in chunks]
+        results = [
+            checkpoint(self.head, *chunk, kind, with_entropy, use_reentrant=False, preserve_rng_state=False)
+            for chunk in chunks
+        ]
         blank = mask.float()  # 0 where there is no action
         return torch.stack([blank.masked_scatter(mask, torch.cat(parts)) for parts in zip(*results)])
 
@@ -951,7 +958,7 @@ def forward_all(module, minibatches, tokens, mask, *options):
         for mb in minibatch:
             output = module(tokens[mb], mask[mb], *options)  # (...,b,l)
             if result is None:
-                result = torch.zeros(*output.shape[:-2], *mask.shape, device=mask.device)
+                result = output.new_zeros(*output.shape[:-2], *mask.shape)
             result[(..., *mb)] = output
     return result
 

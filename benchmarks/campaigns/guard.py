@@ -2,7 +2,8 @@
 surprise, which needs nothing from the sampler.
 
     python benchmarks/campaigns/guard.py families [NAME ...]    random models, those of tests/test_architectures.py
-    python benchmarks/campaigns/guard.py MODEL[:LATER[:ADAPTER]] ...    models in folders, by the bundled questions
+    python benchmarks/campaigns/guard.py MODEL[:LATER[:ADAPTER]] ...    models in folders, by the bundled questions;
+                                                                a name that ends in ,bfloat16: in that alone
 
 Writes results/guard/families.csv and models.csv. The KL is that of phase 3: per token by k3, of each response, counted
 as at least 16 tokens; `mean` over responses and `worst` of them. `surprise` and `z` are the metrics, `variance` is what
@@ -138,6 +139,7 @@ def spoilt(sampler, trainer, rows, eos_ids, change, temperature, half, length):
 
 def model_rows(folders, count=200, length=40):
     """Rows of models.csv."""
+    folders, alone, _ = folders.partition(",bfloat16")
     folder, later, adapter = [*folders.split(":"), None, None][:3]
     tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder, 0)
     args = script.Args(model="", eval_dataset=f"{TINY}/test.jsonl", dataset=f"{TINY}/train.jsonl", prompt_suffix="")
@@ -159,11 +161,14 @@ def model_rows(folders, count=200, length=40):
 
         cases.append(("right, LoRA", tuned, lambda sample: sample(tuned), same, 1.0))
         cases.append(("without its adapter", tuned, without, same, 1.0))
-    for half, (name, trainer, sampler, change, temperature) in itertools.product((False, True), cases):
+    for half, (name, trainer, sampler, change, temperature) in itertools.product(
+        (True,) if alone else (False, True), cases
+    ):
         row = {"model": Path(folder).name, "dtype": "bfloat16" if half else "float32", "sampler": name}
         row |= {"temperature": temperature}
-        yield row | spoilt(sampler, trainer, rows, eos_ids, change, temperature, half, length)
+        row |= spoilt(sampler, trainer, rows, eos_ids, change, temperature, half, length)
         print(row, flush=True)
+        yield row
 
 
 def write(name, rows):
