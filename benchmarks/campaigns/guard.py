@@ -161,9 +161,8 @@ def model_rows(folders, count=200, length=40):
 
         cases.append(("right, LoRA", tuned, lambda sample: sample(tuned), same, 1.0))
         cases.append(("without its adapter", tuned, without, same, 1.0))
-    for half, (name, trainer, sampler, change, temperature) in itertools.product(
-        (True,) if alone else (False, True), cases
-    ):
+    halves = (True,) if alone else (False, True)
+    for half, (name, trainer, sampler, change, temperature) in itertools.product(halves, cases):
         row = {"model": Path(folder).name, "dtype": "bfloat16" if half else "float32", "sampler": name}
         row |= {"temperature": temperature}
         row |= spoilt(sampler, trainer, rows, eos_ids, change, temperature, half, length)
