@@ -328,7 +328,7 @@ def main(args: Args):
             if reference is policy:
                 policy_model.enable_adapters()
 
-        # 4. Rewards, and advantages over the other responses of the group. All tokens of a response have the same.
+        # 4. Rewards, and advantages over the group's mean. All tokens of a response have the same advantage.
         kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [4.5] (B,L)
         rewards = scores - args.kl_reward_coef * kl.sum(1)  # (B,)
         groups = rewards.view(-1, args.group_size)  # (N,G)
