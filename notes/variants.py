@@ -434,7 +434,8 @@ def main():
             args.file.unlink()  # it is used now, and would be taken for that of the next branch
         if left := make_from(args.name, script, old, text):
             sys.exit(left)
-        print(f"does it compute the same on two processes? python benchmarks/check_copy.py {args.file}")
+        if args.file.exists():  # a used conflict file doesn't
+            print(f"does it compute the same on two processes? python benchmarks/check_copy.py {args.file}")
     else:
         apply(chosen, args.file or Path("_".join(Path(name).stem for name in chosen) + "_llm.py"), args.on)
 
