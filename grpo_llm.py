@@ -207,7 +207,7 @@ def main(args: Args):
 
     use_reference = args.kl_reward_coef or args.kl_loss_coef  # [1.6]
     reference = policy  # with LoRA: the policy with its adapter switched off (phase 3)
-    if use_reference and args.lora_rank == 0:
+    if use_reference and not args.lora_rank:
         reference_model = load_model(args.model, AutoModelForCausalLM).requires_grad_(False)
         reference = wrap(Policy(reference_model, args.temperature))
 
@@ -540,7 +540,7 @@ def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
     return torch.where(x > 5.0, k3 + math.expm1(5.0) * (x - near), k3)  # the slope at x = 5, times the distance
 
 
-def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit, iteration=0):  # [6.7]
+def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit, iteration):  # [6.7]
     """Did the policy sample these tokens? Two tests, as metrics; ends the run above the limit. All ranks must call it.
 
     kl: of sampler and training pass, per token, by k3. Rounding has no direction and so next to no KL, 1e-12 in float32
@@ -557,13 +557,17 @@ def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit
             f"iteration {iteration}: sampler and training pass have a KL of {mean_kl:.2} (limit {limit:.2}), in one "
             f"response {worst_kl:.2} (limit {40 * limit:.2}): wrong mask, weights or sampler (see notes, 6.7)"
         )
-    surprise = -old_logprobs - entropy  # (B,T)
-    total, total_variance = all_reduce(torch.stack([surprise, variance]).double().sum((1, 2))).tolist()
-    return {
-        "rollout/kl": mean_kl,
-        "rollout/surprise": global_mean(surprise, mask),
-        "rollout/surprise_z": total / math.sqrt(total_variance + 1e-30),
-    }
+    surprise = global_mean(-old_logprobs - entropy, mask)
+    count = all_reduce(mask.sum()).item()
+    total_variance = count * global_mean(variance, mask)
+    z = count * surprise / math.sqrt(total_variance + 1e-30)
+    # A sound z is below 4. With less variance than this it isn't normal: one rare token could bring it to 15.
+    if abs(z) > 8 and abs(surprise) > limit and total_variance > 1000:
+        fail(
+            f"iteration {iteration}: the policy would not have sampled these tokens: their mean surprise is "
+            f"{surprise:.3f} nats (limit {limit:.2}), {z:.1f} standard errors: sampler too cold or cut (see notes, 6.7)"
+        )
+    return {"rollout/kl": mean_kl, "rollout/surprise": surprise, "rollout/surprise_z": z}
 
 
 def token_weights(mask, mode, max_response_length):  # [5.6]
@@ -590,11 +594,9 @@ def token_weights(mask, mode, max_response_length):  # [5.6]
 def load_model(name, model_class, lora_rank=0, **lora):
     """A model in float32 without dropout, from safetensors only and without remote code.
 
-    Missing weights are an error, except in the head of a new critic (`score`), which is set to zero. If lora_rank > 0,
+    Missing weights are an error, except in the head of a new critic (`score`), which is set to zero. With a lora_rank,
     the model is frozen and gets trainable low-rank matrices next to all its linear layers.
     """
-    if Path(name, "adapter_config.json").exists():
-        fail(f"{name} is an adapter: merge it into its base model first")
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()  # a part of config if the model also reads images
     for key, value in text_config.to_dict().items():
@@ -616,7 +618,7 @@ def load_model(name, model_class, lora_rank=0, **lora):
     if model.base_model is not model.get_decoder():  # what stands beside the decoder reads images and is not trained
         for key, part in model.base_model.named_children():
             part.requires_grad_(part is model.get_decoder() or key == "score")
-    if lora_rank > 0:
+    if lora_rank:
         from peft import LoraConfig
 
         # The value head is trained in full, and the fused kernels of some Mamba layers read `out_proj` themselves.
@@ -631,7 +633,7 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model = model
-        self.inverse_temperature = 1 / temperature
+        self.temperature = temperature
         self.chunk_elements = 2**26  # [14.2] logits at a time: 256 MiB in fp32, 1 GiB with what is computed from them
 
     def forward(self, tokens, mask, with_entropy=True):
@@ -659,8 +661,8 @@ class Policy(nn.Module):
         decoder.forward = lambda *args, **kwargs: kind(hidden[None])  # hides the method of its class, for this call
         logits = self.model(labels[None]).logits.squeeze(0).float()  # (n,V)
         del decoder.forward
-        if self.inverse_temperature != 1:
-            logits = logits * self.inverse_temperature  # [6.10]
+        if self.temperature != 1:
+            logits = logits / self.temperature  # [6.10]
         all_logprobs = logits.log_softmax(-1)
         entropy = variance = torch.zeros_like(all_logprobs[:, 0])
         if with_entropy:
@@ -718,8 +720,7 @@ def sample_tokens(logits, uniforms, temperature):
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
     logprobs = (logits.float() / temperature).log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)  # in fp32, rare tokens could never be drawn
-    tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
-    tokens = tokens.clamp(max=logits.shape[-1] - 1)  # (B,1)
+    tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)  # (B,1)
     return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
 
 
@@ -962,12 +963,9 @@ def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
         parameters = named
     # A reward may change what it gets: every response has copies of its own.
     named = {name: [*map(copy.deepcopy, named[name])] for name in parameters if name in named}
-    try:
-        returned = reward_function(**named)
-    except SystemExit as error:  # the run would end as if all were well
-        fail(f"the reward function has ended the program: exit({error.code!r})")
+    returned = reward_function(**named)
     columns = returned if isinstance(returned, dict) else {"score": returned}
-    if {hasattr(column, "__len__") and len(column) for column in columns.values()} != {len(rows)}:
+    if {hasattr(column, "__getitem__") and len(column) for column in columns.values()} != {len(rows)}:
         fail(f"the reward must return numbers for {len(rows)} responses, not {str(returned)[:300]}")
     results = []
     for row, response, text, *values in zip(rows, responses, texts, *columns.values()):
@@ -1059,16 +1057,17 @@ def lock_run(run_dir):
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        fail(f"{run_dir} is in use by {os.read(file, 200).decode()}")
+        fail(f"{run_dir} is in use by another process")
     except OSError as error:
         print(f"{run_dir} cannot be locked ({error}): see to it that no other process writes there")
-    os.write(file, f"process {os.getpid()} on {os.uname().nodename:<99}".encode())  # covers what stood there
 
 
 def open_run(run_dir, args, first_step, accelerator):
     """Creates and locks the run folder, keeps the lines of metrics.jsonl before `first_step`, starts the tracker."""
     script = Path(getattr(sys.modules["__main__"], "__file__", __file__))
-    settings = vars(args) | {"num_processes": accelerator.num_processes, "script": script.name}
+    reward = Path(args.reward.rpartition(":")[0])
+    own = getattr(sys.modules.get(reward.stem), "SETTINGS", None)  # what a reward file says of itself: its judge, say
+    settings = vars(args) | {"num_processes": accelerator.num_processes, "script": script.name, "reward_settings": own}
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=args.resume)  # a rival may have made it since find_run
         lock_run(run_dir)
@@ -1076,10 +1075,9 @@ def open_run(run_dir, args, first_step, accelerator):
         saved = run_dir / "args.json"
         if saved.exists():  # the run is resumed
             for flag, value in json.loads(saved.read_text()).items():
-                if settings.get(flag, value) != value and flag != "resume":
+                if settings.get(flag, value) != value and flag not in ("resume", "run_name"):
                     print(f"  changed    {flag}: it was {value!r} and is {settings[flag]!r}")
         saved.write_text(json.dumps(settings, indent=1))
-        reward = Path(args.reward.rpartition(":")[0])
         for file in {Path(__file__), script, reward}:  # two scripts if one imports this and replaces a part of it
             if file.is_file():
                 (run_dir / file.name).write_text(file.read_text())
@@ -1167,7 +1165,6 @@ SIZES = "batch_size group_size minibatch_size ppo_epochs microbatch_tokens rollo
 
 def start_processes(args):
     """Joins the launched processes, checks the flags as far as possible without a model, returns the Accelerator."""
-    args.output_dir = os.path.abspath(args.output_dir)  # a reward may change the working directory
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     sys.stdout.reconfigure(line_buffering=True)  # lines appear in a log file at once
@@ -1178,14 +1175,14 @@ def start_processes(args):
         cpu=not torch.cuda.is_available(),  # otherwise, two CPU processes would not form a group
         mixed_precision=precision,
         log_with=tracker,
-        project_dir=args.output_dir,
+        project_dir=".",
         # While one process downloads a model or scores, the others wait; NCCL would give up after ten minutes.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=1))],
     )
     if tracker and not accelerator.log_with:  # left out by accelerate
         fail(f"--track {tracker} needs a package that is not installed: pip install {tracker}")
     for name, value in vars(args).items():
-        least = 1 if name in SIZES.split() else 0.001 if name == "temperature" else 0  # logits are divided by that
+        least = int(name in SIZES.split())
         if isinstance(value, int | float) and name != "entropy_coef" and not value >= least:  # refuses NaN, too
             fail(f"--{name} must be at least {least}, but is {value}")
     world_size = accelerator.num_processes

@@ -301,7 +301,7 @@ def numbers_of(algo):
     """{flag that is a number: its least value}; the entropy bonus may be a penalty, too."""
     numbers = [field.name for field in fields(algo.Args) if field.type in (int, float)]
     numbers.remove("entropy_coef")
-    return dict.fromkeys(numbers, 0) | dict.fromkeys({*SIZES} & {*numbers}, 1) | {"temperature": 0.001}
+    return dict.fromkeys(numbers, 0) | dict.fromkeys({*SIZES} & {*numbers}, 1)
 
 
 @each_script("ppo_llm", "grpo_llm")
@@ -342,10 +342,7 @@ def test_wandb_gets_a_run_and_its_metrics(toy_run, monkeypatch):
 
 
 def test_models_that_cannot_be_trained(toy_run, tmp_path):
-    """An adapter, which is what a run with LoRA saves; a classifier; weights that would be dropped; an untied head."""
-    run_dir, _ = toy_run(lora_rank=2, total_iterations=1)
-    folder = run_dir / "final"
-    refused(lambda: toy_run(model=str(folder)), f"{folder} is an adapter", "merge it")
+    """A classifier; weights that would be dropped; an untied head."""
     folder = make_model(tmp_path / "judge", auto_class=AutoModelForSequenceClassification, num_labels=1)
     sentence = f"{folder} cannot be loaded as AutoModelForCausalLM: it has no weights lm_head.weight"
     refused(lambda: toy_run(model=folder), sentence)
@@ -359,7 +356,7 @@ def test_models_that_cannot_be_trained(toy_run, tmp_path):
     config = Path(folder, "config.json")
     config.write_text(config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
     refused(lambda: toy_run(model=folder), f"{folder} has a head of its own, but its config says tie_word_embeddings")
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == [run_dir.name]
+    assert not (tmp_path / "runs").exists()
 
 
 @each_script(*PPO)

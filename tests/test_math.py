@@ -12,7 +12,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import each_script, run_lines
+from helpers import each_script, refusal, run_lines
 
 B, T, MAX_LENGTH = 6, 7, 10
 MODES = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
@@ -207,7 +207,8 @@ def test_weights_of_tokens_make_the_mean(algo, case, mode):
 
 def test_the_surprise_tells_who_sampled(algo):
     """Of 40,000 tokens of known distributions: about 0 standard errors, whatever the sampler says of itself, also of a
-    nearly certain policy; far below 0 for a colder sampler and for one that cuts the tail, above for a warmer one."""
+    nearly certain policy; far below 0 for a colder sampler and for one that cuts the tail, above for a warmer one. Then
+    the run ends, unless the difference is small, or too few tokens were in doubt."""
     random = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(40_000, 20, generator=random)
 
@@ -218,7 +219,7 @@ def test_the_surprise_tells_who_sampled(algo):
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         variance = (logprobs.exp() * logprobs.square()).sum(-1) - entropy.square()
         shape = entropy.view(400, 100), variance.view(400, 100), torch.ones(400, 100, dtype=torch.bool)
-        return algo.check_sampler(old, old, *shape, limit)
+        return algo.check_sampler(old, old, *shape, limit, 0)
 
     right = check(logits, logits)
     assert abs(right["rollout/surprise_z"]) < 3 and right["rollout/kl"] == 0 and abs(right["rollout/surprise"]) < 0.02
@@ -227,6 +228,11 @@ def test_the_surprise_tells_who_sampled(algo):
     assert check(logits, logits / 1.2)["rollout/surprise_z"] > 20
     certain = logits * 40
     assert abs(check(certain, certain)["rollout/surprise_z"]) < 3
+    assert check(logits, logits, 1e-5).keys() == right.keys()
+    assert "error: iteration 0: the policy would not have sampled" in refusal(lambda: check(logits, cut, 1e-2))
+    assert "nats (limit 0.01)" in refusal(lambda: check(logits, logits / 1.2, 1e-2))
+    assert check(logits, cut, 1)["rollout/surprise_z"] < -20
+    assert check(2 * certain, certain, 1e-2)["rollout/surprise_z"] > 20
 
 
 @pytest.mark.parametrize("temperature", [1, 0.5])

@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import time
 from collections import deque
 from dataclasses import fields
@@ -260,16 +261,19 @@ def test_hyperparameters_are_those_of_now(toy_run, algo, monkeypatch, spy):
 
 def test_a_resume_says_what_it_changes_and_keeps_the_reward(toy_run, capsys, tmp_path):
     """On the console: the flags that differ, which checkpoint, and in each iteration the parts of the score."""
-    (tmp_path / "my_reward.py").write_text("def parts(responses):\n    return {'size': [0.25] * len(responses)}\n")
+    text = "SETTINGS = {'judge': 'small'}\ndef parts(responses):\n    return {'size': [0.25] * len(responses)}\n"
+    (tmp_path / "my_reward.py").write_text(text)
     flags = {"run_name": "run", "resume": True, "save_every": 1, "reward": f"{tmp_path}/my_reward.py:parts"}
     run_dir, _ = toy_run(total_iterations=1, **flags)
     first = capsys.readouterr().out
     assert "changed" not in first and "continuing" not in first and ": reward 0.250, part/size 0.250, KL " in first
     assert (run_dir / "my_reward.py").read_text() == (tmp_path / "my_reward.py").read_text()
+    sys.modules["my_reward"].SETTINGS["judge"] = "large"
     toy_run(total_iterations=2, lr=0.5, **flags)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("  changed", "continuing"))]
     expected = [f"continuing from {run_dir}/checkpoints/step_000001{'.pt' * (said[0][-3:] == '.pt')}"]
     expected += ["  changed    total_iterations: it was 1 and is 2", "  changed    lr: it was 0.001 and is 0.5"]
+    expected += ["  changed    reward_settings: it was {'judge': 'small'} and is {'judge': 'large'}"]
     assert sorted(said) == sorted(expected)
 
 
@@ -286,15 +290,14 @@ def lock(script, run_dir):
     return child
 
 
-def test_a_folder_in_use_is_refused_with_its_user(algo, script, tmp_path):
-    """Also where the name of an earlier user was longer. When it has ended, what it has forked does not hold it."""
+def test_a_folder_in_use_is_refused(algo, script, tmp_path):
+    """When that has ended, what it has forked does not hold it."""
     _, _, (child,) = fork_ranks(1, lock, str(script), str(tmp_path))
-    (tmp_path / "lock").write_text("process 4194304 on a-host-with-a-long-name.example.org".ljust(120))
     algo.lock_run(tmp_path)
     os.kill(child, signal.SIGKILL)  # which also shows that it was there
     codes, (console,), _ = fork_ranks(1, lock, str(script), str(tmp_path))
     assert codes == [1]
-    assert console.rstrip() == f"error: {tmp_path} is in use by process {os.getpid()} on {os.uname().nodename}"
+    assert console.rstrip() == f"error: {tmp_path} is in use by another process"
 
 
 def test_a_folder_that_a_rival_has_made_meanwhile(algo, toy_run, tmp_path, monkeypatch):
@@ -438,10 +441,9 @@ def test_without_its_launcher_a_run_goes_on_and_keeps_others_out(script, run):
     gate.touch()
     process = start(script, flags)
     wait_for(lambda: len(list(gate.parent.glob("gate?"))) == 2)
-    ranks = ranks_of([process])
     process.kill()
     code, console = forked(script, flags | {"resume": True}, 1)
-    assert code == 1 and any(f"{run_dir} is in use by process {rank.pid} on " in console for rank in ranks), console
+    assert code == 1 and f"{run_dir} is in use by another process" in console, console
     gate.unlink()
     process.communicate(timeout=200)  # until the ranks have closed the pipe
     assert len(read_metrics(run_dir)) == 7 and (run_dir / "final").exists()

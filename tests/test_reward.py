@@ -89,16 +89,6 @@ def test_a_path_may_be_relative_or_linked(algo, tmp_path, monkeypatch):
         assert sys.path[0] == str(tmp_path.resolve() / "there")  # where the workers of a pool look, too
 
 
-def test_a_reward_may_change_the_working_directory(toy_run, tmp_path, monkeypatch):
-    """As sandboxes do. The run's folder stays where the run was started."""
-    (tmp_path / "reward_that_moves.py").write_text(
-        "import os\ndef f(prompts): os.chdir('/'); return [0.5] * len(prompts)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    run_dir, metrics = toy_run(reward="reward_that_moves.py:f", output_dir="runs", eval_rows=1, total_iterations=1)
-    assert run_dir.parent == tmp_path / "runs" and (run_dir / "final").is_dir() and len(metrics) == 2
-
-
 def test_a_reward_by_name_and_one_by_its_file(algo, monkeypatch):
     """`exact` compares texts and whole numbers. It refuses what no model would write, such as 5.0."""
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -187,6 +177,7 @@ NUMBER = "error: the reward must be numbers below 1e15, not {}, of 'b' after 'p1
         (None, COUNT.format(None)),  # it has no `return`
         (1.0, COUNT.format(1.0)),
         ({}, COUNT.format("{}")),
+        ({1.0, 2.0, 3.0}, COUNT.format("{1.0, 2.0, 3.0}")),  # a set has an order of its own
         ({"format": [1, 2, 3], "correct": [1, 2]}, COUNT.format("{'format': [1, 2, 3], 'correct': [1, 2]}")),
         ([1.0, math.nan, 0.0], NUMBER.format("[nan]")),
         ([1.0, -math.inf, 0.0], NUMBER.format("[-inf]")),
@@ -198,10 +189,8 @@ NUMBER = "error: the reward must be numbers below 1e15, not {}, of 'b' after 'p1
     ],
 )
 def test_what_a_reward_returns_may_be_refused(algo, returned, sentence):
-    """By the response that has no number. One that ends the program would end the run as if all were well."""
+    """By the response that has no number."""
     assert refusal(lambda: results(algo, lambda: returned, ["a", "b", "c"])) == sentence
-    sentence = "error: the reward function has ended the program: exit(0)"
-    assert refusal(lambda: results(algo, lambda: sys.exit(0), ["a", "b", "c"])) == sentence
 
 
 @pytest.mark.parametrize("stem", ["math", "torch"])

@@ -38,7 +38,7 @@ def load(folder, lora_rank, ties=False):
 
 def check(sampled, passed, mask):
     """(KL of each response, its metrics) of what the sampler reports and a training pass (3,B,L)."""
-    found = script.check_sampler(sampled, *passed, mask, math.inf)
+    found = script.check_sampler(sampled, *passed, mask, math.inf, 0)
     found["variance"] = passed[2].double().sum().item()
     return script.kl_penalty(sampled, passed[0], "k3").sum(1) / mask.sum(1).clamp(min=16), found
 
