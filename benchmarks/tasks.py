@@ -10,11 +10,11 @@ right digit until the first wrong one (`each_character`, for process_reward.patc
 response (`one_score`), or a point for a whole answer (`all_or_nothing`).
 
 `calculator`: word problems too large for the head, and the bundled model after two minutes of pretraining on larger
-numbers, in which a fifth of the answers ask for results, `<calc>37*48</calc>1776` (for tool_call.patch).
+numbers, in which a fifth of the answers ask for results, `<calc>37*48</calc>` (for notes/variants/calculator.py).
 
 `boxes`: nothing tells in which of two boxes the nuts are, so half of the first answers are right, whatever is learned.
 The bundled model was pretrained for half a minute on guesses, in which a second answer has nothing to do with the
-first. Who listens is right the second time (for two_turns.patch).
+first. Who listens is right the second time (for notes/variants/two_turns.py).
 
 `guess`: a host thinks of a number from 1 to 7 and says "higher" or "lower" (notes/variants/guess.py). The model of 0.1M
 parameters was pretrained for half a minute on games in which three guesses of ten are among the numbers that are left,
@@ -157,18 +157,30 @@ def make_problem(rng):
     return question, [(f"{count}*{each}", product), (f"{product}{sign}{k}", total)]
 
 
-def write_answer(rng, question, steps):
-    """A fifth asks for results, three tenths work them out (the model will often be wrong), half blurts."""
-    u, (_, total) = rng.random(), steps[-1]
+def write_answer(rng, steps):
+    """Texts. A fifth asks for results, three tenths work them out (the model will often be wrong), half blurts."""
+    u, ((first, product), (second, total)) = rng.random(), steps
     if u < 0.5:
-        return f" #### {max(1, total + rng.randint(-300, 300))}"
-    shown = (f"<calc>{ask}</calc>{result}" if u < 0.7 else f"{ask}={result}" for ask, result in steps)
-    return f" First {', then '.join(shown)}.\n#### {total}"
+        return [f" #### {max(1, total + rng.randint(-300, 300))}"]
+    if u < 0.7:
+        return [
+            f" First <calc>{first}</calc>",
+            f"{product}",
+            f", then <calc>{second}</calc>",
+            f"{total}",
+            f".\n#### {total}",
+        ]
+    return [f" First {first}={product}, then {second}={total}.\n#### {total}"]
 
 
 def make_calculator(folder):
     rng = random.Random(1)
-    pretrain(folder, answered(rng, make_problem, write_answer), num_steps=400)
+
+    def draw(batch):
+        problems = [make_problem(rng) for _ in range(batch)]
+        return [[question, *write_answer(rng, steps)] for question, steps in problems]
+
+    pretrain(folder, draw, num_steps=400)
     answers = {}
     while len(answers) < 2300:
         question, steps = make_problem(rng)
@@ -182,7 +194,7 @@ def make_calculator(folder):
 
 def make_boxes(folder):
     rng = random.Random(1)
-    again = "\nThat is wrong, try again.\n"  # as in two_turns.patch
+    again = "\nThat is wrong, try again.\n"  # as in two_turns.py
 
     def ask():
         name, item = rng.choice(("Ana", "Ben", "Eva", "Leo", "Mia")), rng.choice(("books", "coins", "eggs", "shells"))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import make_model, run_lines
+from helpers import make_model, refusal, run_lines, write_rows
 from test_variants import ROOT, SOME_END, batches_of, folder, losses_of, resumed, told_otherwise, train, variant  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig
 
@@ -70,37 +70,28 @@ def test_dppo_blocks_by_probability_around_the_sampler(divergence, delta, column
     (slopes,) = torch.autograd.grad(losses.sum(), logprobs)
     assert torch.equal(blocked, blocks.float())
     assert torch.allclose(slopes, torch.where(blocks, 0, -advantages * new / old))
+    losses, _ = losses_of(variant("dppo"), logprobs, old.log(), advantages, flags | {"log_ratio_coef": 0.5})
+    (held,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert torch.allclose(held - slopes, (new / old).log())  # of half its square
     told_otherwise(variant("dppo"), monkeypatch, [0.003] * 12)  # the ratio of the first step has that in it
     assert train("dppo", total_iterations=1, lr=0.0)[1]["actor/ratio_mean"] == pytest.approx(math.exp(0.003))
 
 
-def test_icepop_weighs_tokens_within_a_band(variant, train, monkeypatch, spy):
-    """2510.18855, eq. 1. The sampler claims 0.6% too little and too much for a token each, 0.3% too little for one."""
-    algo = variant("icepop")
-    told_otherwise(algo, monkeypatch, [0.0, 0.006, -0.006, 0.003] + [0.0] * 8)
-    written = spy(algo, "write_completions")
-    metrics = train("icepop", **ONE_PASS, is_low=0.995, is_high=1.005)[1]
-    (batch,), weights = batches_of(written), torch.tensor([1, 0, 0, math.exp(0.003)] + [1] * 8)
-    weighted, plain = (x[batch.mask].view(16, 12) for x in (batch.advantages, batch.plain))
-    assert torch.allclose(weighted, plain * weights, rtol=1e-5)
-    assert metrics["rollout/zero_weight_frac"] == pytest.approx(2 / 12)
-    assert metrics["rollout/weight_mean"] == pytest.approx(weights.mean().item(), rel=1e-5)
-
-
-def test_icepop_leaves_bad_responses_behind(variant, train, monkeypatch, spy):
+def test_bypass_leaves_bad_responses_behind(variant, train, monkeypatch, spy):
     """2512.02556, eq. 9. By hand the log-prob has fallen by .6, .9, .9 and .3 per token of the mask."""
-    algo = variant("icepop")
+    algo = variant("bypass")
     logprobs = torch.tensor([[-1.9, -1.9, -1.0], [-1.9, -1.9, -1.9], [-1.9, -1.9, -1.9], [-1.9, -0.7, torch.nan]])
     mask = torch.tensor([[True] * 3] * 3 + [[True, True, False]])
     advantages = torch.tensor([[-1.0], [-1.0], [1.0], [-1.0]]).expand(4, 3)
     before = torch.full((4, 3), -1.0)
     for delta, rows in (0.5, [0, 1]), (0.2, [0, 1, 3]), (1.0, []):
         given = logprobs, before, advantages, {"off_policy_delta": delta}
-        left = losses_of(algo, *given, mask=mask, rollout_logprobs=before)[0] == 0
+        weights = torch.ones_like(before)
+        left = losses_of(algo, *given, mask=mask, rollout_logprobs=before, weights=weights)[0] == 0
         assert left.all(1).nonzero().flatten().tolist() == rows and torch.equal(left.all(1), left.any(1))
     told_otherwise(algo, monkeypatch, [-0.004] * 12, [0.0] * 12)  # every other response was likelier, it says
     written = spy(algo, "write_completions")
-    metrics = train("icepop", **ONE_PASS, lr=0.0, off_policy_delta=0.002)[1]
+    metrics = train("bypass", **ONE_PASS, lr=0.0, off_policy_delta=0.002)[1]
     left = (next(batches_of(written)).advantages[::2] < 0).any(1).sum().item()
     assert 0 < left < 8 and metrics["actor/off_policy_frac"] == left / 16
 
@@ -275,33 +266,38 @@ def test_dapo_trains_on_mixed_groups_and_punishes_length(variant, train, spy):
     assert max(m["group/generated"] for m in metrics[1:]) > 4
 
 
-def test_replay_asks_again_what_nobody_answered(train, variant, spy):
-    """At most half a batch of it, after a restart, too."""
+def test_replay_draws_from_its_pools(train, variant, spy, tmp_path, folder):
+    """Half of a batch at most from the hard pool, an eighth from the easy one, the rest from neither, also after a
+    restart; not with other data."""
     scored = spy(variant("replay"), "compute_scores")
     flags = {"reward": "binary", "total_iterations": 6, "save_every": 3, "batch_size": 8, "group_size": 2}
-    whole = resumed(train, "replay", 3, **flags)
-    failed = set()
+    whole = resumed(train, "replay", 3, **flags, easy_share=0.125)
+    rates = {}
     for ((_, _, rows, _), results), m in zip(scored, whole[1:]):
         asked, scores = [row["prompts"] for row in rows[::2]], [result["score"] for result in results]
-        again = min(4, len(failed))
-        assert m["group/replayed"] == again and failed.issuperset(asked[:again])
-        failed = {prompt for prompt, *pair in zip(asked, scores[::2], scores[1::2]) if max(pair) == 0}
-        assert m["group/failed"] == len(failed)
-    assert max(m["group/failed"] for m in whole[1:-1]) > 4
+        hard, easy = ({prompt for prompt, rate in rates.items() if rate == end} for end in (0, 1))
+        num_hard, num_easy = min(4, len(hard)), min(1, len(easy))
+        assert hard.issuperset(asked[:num_hard]) and easy.issuperset(asked[num_hard : num_hard + num_easy])
+        assert not (hard | easy).intersection(asked[num_hard + num_easy :]) and len({*asked}) == 8
+        assert [m[f"pool/{name}"] for name in ("hard", "easy", "seen")] == [len(hard), len(easy), len(rates)]
+        rates |= {prompt: (one + two) / 2 for prompt, one, two in zip(asked, scores[::2], scores[1::2])}
+    assert whole[6]["pool/hard"] > 4 and whole[6]["pool/easy"] > 1
+    other = write_rows(tmp_path / "other.jsonl", [{"question": "abc", "answer": "1"}])
+    other = {"dataset": other, "run_name": "part", "resume": True}
+    assert "are of other prompts than" in refusal(lambda: train("replay", **flags | other))
 
 
-def test_mixed_groups_has_the_gradient_of_those_groups_alone(variant, train, spy):
-    """Of four groups the second and the last agree. grpo_llm.py takes a step for each; at a rate of 0 nothing moves."""
+def test_dapo_with_one_draw_has_the_gradient_of_the_groups_that_differ(variant, train, spy):
+    """Of four groups the second and the last agree; grpo_llm.py takes a step for each. At a rate of 0 nothing moves."""
     steps = spy(torch.nn.utils, "clip_grad_norm_", lambda weights, _: [p.grad.clone() for p in weights])
-    flags = {"reward": "half", "lr": 0.0, "entropy_coef": 0.1, "total_iterations": 1}
-    train("mixed_groups", on=ROOT / "grpo_llm.py", **flags, minibatch_size=4)
-    train("mixed_groups", **flags, minibatch_size=4)
-    train("mixed_groups", **flags, minibatch_size=16)
-    order = torch.rand(4, generator=variant("mixed_groups").random_stream("minibatches", 1, 1)).argsort().tolist()
-    mixed = [steps[place] for place in range(4) if order[place] in (0, 2)]
-    for one, two, a, b, both in zip(*mixed, *steps[4:], strict=True):
-        assert torch.equal(one, a) and torch.equal(two, b) and torch.allclose((one + two) / 2, both, atol=1e-6)
-    assert "actor/loss" not in train("mixed_groups", **flags | {"reward": "gsm8k"})[1] and len(steps) == 7  # all agree
+    flags = {"reward": "half", "lr": 0.0, "entropy_coef": 0.1, "total_iterations": 1, "max_draws": 1}
+    flags |= {"kl_loss_coef": 0.01, "loss_agg": "seq-mean-token-mean"}
+    train("dapo", on=ROOT / "grpo_llm.py", **flags, minibatch_size=4)
+    train("dapo", **flags, minibatch_size=16)
+    order = torch.rand(4, generator=variant("dapo").random_stream("minibatches", 1, 1)).argsort().tolist()
+    for one, two, both in zip(*[steps[place] for place in range(4) if order[place] in (0, 2)], steps[4], strict=True):
+        assert torch.allclose((one + two) / 2, both, atol=1e-6)
+    assert "actor/loss" not in train("dapo", **flags | {"reward": "gsm8k"})[1] and len(steps) == 5  # all agree
 
 
 def test_mask_truncated_trains_on_finished_responses_only(variant, train, spy):

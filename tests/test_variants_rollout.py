@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import ROOT, make_model, read_rows, refusal, untimed, write_rows
+from helpers import ROOT, read_rows, refusal, untimed, write_rows
 from ranks import load_script
 from test_variants import FILES, batches_of, folder, resumed, script_of, told_otherwise, train, variant  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
@@ -51,51 +51,6 @@ def turns_of(algo, response):
             runs.append((logprob != algo.NOT_SAMPLED, []))
         runs[-1][1].append(token)
     return runs
-
-
-def test_two_turns_asks_again_if_the_first_answer_is_wrong(variant, train, folder, spy):
-    algo = variant("two_turns")
-    batches = spy(algo, "to_batch")
-    (m,) = train("two_turns", reward="binary", max_response_length=16, total_iterations=1)[1:]
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    turn = tokenizer("\nThat is wrong, try again.\n", add_special_tokens=False)["input_ids"]
-    ((rows, responses, _), _), *_ = batches
-    two = 0
-    for row, response in zip(rows, responses):
-        (_, first), *rest = turns_of(algo, response)
-        text = tokenizer.decode(first, skip_special_tokens=True)
-        assert bool(rest) == (not text or text[0] >= "5")
-        assert not rest or rest[0][1] == turn + row["input_ids"]
-        two += bool(rest)
-    assert 0 < two < len(rows) and m["response/two_turns_frac"] == two / len(rows) and m["rollout/kl"] < 5e-11
-
-
-def test_tool_call_calculates(variant):
-    calculate = variant("tool_call").calculate
-    right = {"12*7": "84", "1/3": "0.333333", "-(3+4)*2": "-14", " 3 + 4 ": "7", "1.5*2": "3", "6/-3": "-2"}
-    assert {text: calculate(text) for text in right} == right
-    wrong = "2**3", "9**9**9", "1//2", "2(3)", "...", "()", "", "1e9", "9" * 65, "2/0", "abs(1)", "1,2", "٣+٤", "(" * 40
-    assert [calculate(text) for text in wrong] == ["error"] * len(wrong)
-
-
-def test_tool_call_inserts_results(variant, train, folder, scripted, tmp_path, spy):
-    model = make_model(folder / "tool_model")
-    text = (folder / "tool_model" / "tokenizer.json").read_text()
-    for old, new in zip("qwvz", "<>*/"):  # characters that calls need
-        text = text.replace(f'"{old}":', f'"{new}":')
-    (folder / "tool_model" / "tokenizer.json").write_text(text)
-    tokenizer, algo = AutoTokenizer.from_pretrained(model), variant("tool_call")
-    call, question = "<calc>12*7</calc>", "the sum of 3 and 4?"
-    data = write_rows(tmp_path / "one.jsonl", [{"question": question, "answer": "#### 1"}])
-    batches = spy(algo, "to_batch")
-    for answer, calls in (f"{call}84{call}84{call}84{call}99", 3), ("x<calc>7**7</calc>error.", 1):  # up to three calls
-        scripted("tool_call", lambda text, a=answer: f"{question}{a}".removeprefix(text), "tool_model")
-        flags = {"model": model, "dataset": data, "total_iterations": 1, "batch_size": 2}
-        (m,) = train("tool_call", **flags, max_response_length=80)[1:]
-        (_, (response, *_), _), _ = batches[-1]
-        inserted = [tokenizer.decode(ids) for sampled, ids in turns_of(algo, response) if not sampled]
-        assert tokenizer.decode(response.ids[:-1]) == answer and not response.truncated
-        assert m["response/calls_mean"] == calls and inserted == re.findall(r"(?<=</calc>)(84|error)", answer)
 
 
 def bisect(text):
@@ -141,6 +96,38 @@ CALLS = [  # a turn of the model, and what it is told
     ('<tool_call>{"name": "guess"}</tool_call>', ["error: KeyError('arguments')"]),
     (f"<tool_call>{'[' * 100_000}</tool_call>", ["error: RecursionError"]),
 ]
+
+
+def test_environment_pays_only_what_the_model_wrote(train, scripted, tmp_path):
+    """Not the words of the host, which end in "er"."""
+    scripted("environment", bisect)
+    data = write_rows(tmp_path / "numbers.jsonl", [{"question": "which?", "answer": str(number)} for number in (1, 2)])
+    (tmp_path / "said.py").write_text("def f(responses): return [9 * ('er' in r) + r.count('4') for r in responses]\n")
+    flags = {"environment": f"{FILES}/guess.py:GuessInText", "dataset": data, "reward": f"{tmp_path}/said.py:f"}
+    flags |= {"batch_size": 2, "group_size": 2, "minibatch_size": 4, "max_response_length": 60, "total_iterations": 1}
+    assert train("environment", **flags)[1]["reward/mean"] == 1  # they begin with 4
+
+
+def test_a_calculator_in_text():
+    game = load_script(FILES / "calculator.py").CalculatorInText()
+    game.reset(question="which?", answer="so #### 7")
+    right = {"12*7": "84", "1/3": "0.333333", "-(3+4)*2": "-14", " 3 + 4 ": "7", "1.5*2": "3", "6/-3": "-2"}
+    assert {text: game.calculate(text) for text in right} == right
+    wrong = "2**3", "9**9**9", "1//2", "2(3)", "...", "()", "", "1e9", "9" * 65, "2/0", "abs(1)", "1,2", "٣+٤", "(" * 40
+    assert {game.calculate(text) for text in wrong} == {"error"}
+    said = [game.step(text) for text in ("First <calc>12*7</calc>", "<calc>7**7</calc> ", "#### 84")]
+    assert said == ["84", "error", None]
+
+
+def test_two_turns_asks_again_if_the_first_answer_is_wrong():
+    algo = load_script(FILES / "two_turns.py")
+    games = [algo.TwoTurns() for _ in range(3)]
+    for game, answers in zip(games, (["7"], ["6", "7"], ["6", "5"])):
+        game.reset(question="which?", answer="so #### 7")
+        said = [game.step(f"#### {answer}") for answer in answers]
+        assert said == ["\nThat is wrong, try again.\nwhich?", None][-len(answers) :]
+    assert algo.turns(games) == {"first": [1.0, 0.0, 0.0], "second": [0.0, 1.0, 0.0]}
+    assert [game.get_reward() for game in games] == [1.0, 1.0, 0.0]
 
 
 def test_environment_calls_tools(variant):
@@ -190,25 +177,6 @@ def column(metrics, name):
 # --- sampling, and engines
 
 
-def test_one_step_off_samples_with_older_weights_and_corrects_for_it(variant, train, spy):
-    """With those of one iteration ago; those of now are evaluated."""
-    algo = variant("one_step_off")
-    sum_of = lambda model, *_: sum(p.double().sum().item() for p in model.parameters())  # noqa: E731 tells weights apart
-    sampling, passes = spy(algo, "generate", sum_of), spy(algo, "forward_all")
-    written = spy(algo, "write_completions")
-    flags = {"kl_loss_coef": 0.0, "lr": 5e-3, "is_cap": 1.1, "eval_rows": 2, "eval_every": 1}
-    metrics = train("one_step_off", **flags)
-    assert len(sampling) == 2 + 3 * 3  # two evaluations, then in each iteration a batch and two evaluations
-    batches, evaluated = sampling[2::3], sampling[1::3]
-    assert batches == [evaluated[0], evaluated[0], evaluated[1]] and len({*evaluated}) == 4
-    for i, (batch, m) in enumerate(zip(batches_of(written), metrics[1:], strict=True)):
-        ((*_, mask), (old, *_)), (_, (sampled, *_)) = passes[2 * i : 2 * i + 2]
-        weights = (old - sampled).exp().clamp(max=1.1)
-        assert torch.allclose(batch.advantages, batch.plain * weights, atol=1e-6)
-        assert m["rollout/weight_mean"] == pytest.approx(weights[mask].mean().item(), abs=1e-5)
-        assert (weights[mask] == 1).all() == (i == 0) and (weights.max() > 1.09) == (i > 0)
-
-
 def test_stale_weighs_each_batch_for_the_policy_that_sampled_it(variant, train, spy):
     """Two iterations earlier. Without staleness it's GRPO, bit for bit."""
     algo, flags = variant("stale"), {"kl_loss_coef": 0.0, "lr": 5e-3, "is_cap": 1.1, "total_iterations": 4}
@@ -233,15 +201,16 @@ def test_bypass_takes_the_samplers_log_probs_or_weighs_the_losses(variant, train
     """Half of the tokens are claimed to be less likely by 0.004."""
     algo = variant("bypass")
     told_otherwise(algo, monkeypatch, [0.004] * 12, [0] * 12)
-    flags = {"total_iterations": 1, "temperature": 0.9, "kl_reward_coef": 0.0}
-    corrected = {"old_logprobs": "corrected"}
-    cases = ({}, 1), (corrected, math.exp(0.004)), (corrected | {"is_level": "sequence"}, math.exp(0.048))
-    cases += ((corrected | {"is_cap": 1.0}, 1), (corrected | {"is_cap": 1.002, "is_mode": "mask"}, 0))
-    cases += ((corrected | {"is_cap": 1.04, "is_mode": "mask", "is_level": "sequence"}, 0),)
-    rollout, token, *_ = found = [train("bypass", **flags | own)[1] for own, _ in cases]
-    for m, (_, weight) in zip(found, cases):
-        assert m["rollout/weight_mean"] == pytest.approx((1 + weight) / 2, rel=1e-5)
-        assert m["rollout/kl"] == pytest.approx((math.exp(0.004) - 1.004) * 12 / 16 / 2, rel=1e-3)  # 16 count at least
+    flags = {"total_iterations": 1, "temperature": 0.9, "kl_loss_coef": 0.0, "minibatch_size": 16, "max_response_length": 6}
+    by_token, mask = math.exp(0.004), {"is_mode": "mask"}
+    cases = [({"old_logprobs": "rollout"}, 1, 1), ({}, by_token, 1), ({"is_level": "sequence"}, math.exp(0.024), 1)]
+    cases += [({"is_cap": 1.0}, 1, 1), (mask | {"is_cap": 1.002}, 0, 1), ({"is_low": 1.002}, by_token, 0)]
+    cases += [(mask | {"is_cap": 1.02, "is_level": "sequence"}, 0, 1)]
+    rollout, token, *_ = found = [train("bypass", **flags | own)[1] for own, *_ in cases]
+    for m, (_, weight, other) in zip(found, cases):
+        assert m["rollout/weight_mean"] == pytest.approx((weight + other) / 2, rel=1e-5)
+        assert m["rollout/zero_weight_frac"] == ((weight == 0) + (other == 0)) / 2
+        assert m["rollout/kl"] == pytest.approx((math.exp(0.004) - 1.004) * 6 / 16 / 2, rel=1e-3)  # 16 count at least
     assert rollout["actor/ratio_mean"] == pytest.approx((1 + math.exp(0.004)) / 2) and token["actor/ratio_mean"] == 1
     assert rollout["actor/grad_norm"] == pytest.approx(token["actor/grad_norm"], rel=1e-5)
     (plain,) = train("bypass", on=script_of("bypass"), **flags)[1:]
@@ -322,16 +291,14 @@ class Engine:
             yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=response.ids, logprobs=logprobs)])
 
 
-def test_vllm_gets_the_newest_weights_and_is_corrected_for(variant, train, monkeypatch):
+def test_vllm_gets_the_newest_weights(variant, train, monkeypatch):
     """With an engine of our own; the real one: test_vllm.py."""
     fake = SimpleNamespace(LLM=Engine, SamplingParams=SimpleNamespace, TokensPrompt=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    weighted, plain = train("vllm", lr=0.02), train("vllm", is_cap=1.0, total_iterations=1)
-    kls = [(math.exp(0.003) - 1.003) * n / 16 for n in column(weighted, "response/length_mean")]  # 16 count at least
-    assert column(weighted, "rollout/kl") == pytest.approx(kls, rel=1e-3)
-    assert column(weighted, "rollout/weight_mean") == pytest.approx([math.exp(0.003)] * 3)
-    assert weighted[1]["advantage/std"] == pytest.approx(plain[1]["advantage/std"] * math.exp(0.003), rel=1e-4)
-    assert weighted[3]["kl/mean"] > 1e-4  # older weights would differ
+    metrics = train("vllm", lr=0.02)
+    kls = [(math.exp(0.003) - 1.003) * n / 16 for n in column(metrics, "response/length_mean")]  # 16 count at least
+    assert column(metrics, "rollout/kl") == pytest.approx(kls, rel=1e-3)
+    assert metrics[3]["kl/mean"] > 1e-4  # older weights would differ
 
 
 # --- speed, memory and precision
