@@ -221,6 +221,25 @@ def first_line(parents, script):
     return f"# {parents}, by notes/variants.py of {script} {hash_of((ROOT / script).read_text())}\n"
 
 
+def spots(name):
+    """The phases of the loop and the functions that a patch changes; flags, set-up and log don't count."""
+    script = read_patch(name)[1]
+    hunks = {int(start) for start in re.findall(r"(?m)^@@ -(\d+)", difference(script, patched(name), "-U0"))}
+    found, place, in_main = set(), "", False
+    for number, line in enumerate((ROOT / script).read_text().splitlines(), 1):
+        named = re.match(r" *(?:def|class) (\w+)", line)
+        if re.match(r"\S", line):
+            in_main = line.startswith("def main(")
+            place = named[1] if named and not in_main else ""
+        elif in_main and re.match(r"    \S", line):
+            place = named[1] if named else ""
+        elif in_main and (phase := re.match(r"        # (?:\d\. (?:Actor )?([\w-]+)|(One batch)|Log\.)", line)):
+            place = (phase[1] or phase[2] or "").lower()
+        if number in hunks:
+            found.add(place)
+    return found - {"", "Args"}
+
+
 def make(name, text, script):
     """Writes the patch that turns `script` into `text`; an old patch's head stays."""
     path = path_of(name)
@@ -257,6 +276,9 @@ def apply(chosen, file, on=None):
         if kept:
             print(f"{parents} and {labels[2]} insert in {', '.join(kept)}: kept one after the other, have a look")
         parents += f" + {labels[2]}"
+    for one, other in itertools.combinations(chosen, 2):
+        if both := spots(one) & spots(other):
+            print(f"{one} and {other} both change {', '.join(sorted(both))}: does each still mean what it does alone?")
     text = head.format(parents) + text
     if not write_new(file, text):
         sys.exit(f"{file} is there and is something else: move it away, or name another file")

@@ -92,6 +92,8 @@ def test_variants_stack_and_conflicts_are_named(call):
     for name in "cispo", "replay":  # each line that one of them adds
         for line in re.findall(r"(?m)^\+(?!\+\+)(.*)", variants.read_patch(name)[2]):
             assert line in text
+    hint = "dual_clip and target_kl both change update: does each still mean what it does alone?\n"
+    assert call("apply", "dual_clip,target_kl", "two.py")[1].startswith(hint)
     sentence, _ = call("apply", "cispo,gspo,replay", "out.py")
     text = Path("out.py").read_text().splitlines()
     found = re.findall(r"(?m)^    line (\d+), in (.*)$", sentence)

@@ -201,7 +201,13 @@ def test_bypass_takes_the_samplers_log_probs_or_weighs_the_losses(variant, train
     """Half of the tokens are claimed to be less likely by 0.004."""
     algo = variant("bypass")
     told_otherwise(algo, monkeypatch, [0.004] * 12, [0] * 12)
-    flags = {"total_iterations": 1, "temperature": 0.9, "kl_loss_coef": 0.0, "minibatch_size": 16, "max_response_length": 6}
+    flags = {
+        "total_iterations": 1,
+        "temperature": 0.9,
+        "kl_loss_coef": 0.0,
+        "minibatch_size": 16,
+        "max_response_length": 6,
+    }
     by_token, mask = math.exp(0.004), {"is_mode": "mask"}
     cases = [({"old_logprobs": "rollout"}, 1, 1), ({}, by_token, 1), ({"is_level": "sequence"}, math.exp(0.024), 1)]
     cases += [({"is_cap": 1.0}, 1, 1), (mask | {"is_cap": 1.002}, 0, 1), ({"is_low": 1.002}, by_token, 0)]
