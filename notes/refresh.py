@@ -6,8 +6,9 @@
 It writes the excerpts of walk.md and differences.md: below `<!-- code: START -->` the loop of ppo_llm.py from the line
 that begins so to the next such mark, below `<!-- function: NAME -->` a function of it, below `<!-- hunk NAME: KEY -->`
 the hunk of a diff in which KEY is; for * all that no mark names. Below `<!-- flags: PART -->` of run/flags.md come the
-flags of this part of the scripts' Args. A line of README's loop follows that of grpo_llm.py which begins like it. A
-page whose mark or line has no match any more is named and left as it is.
+flags of this part of the scripts' Args, and between the marks of 13.6 what the heads of the patches say. A line of
+README's loop follows that of grpo_llm.py which begins like it. A page whose mark or line has no match any more is named
+and left as it is.
 
 --scripts compares with HEAD, or with a commit that you name after it. A function, class or constant that was the same
 in several scripts becomes so again. A new one goes to the scripts that use its name, behind the one that it follows.
@@ -22,6 +23,8 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import variants
 
 NOTES = Path(__file__).resolve().parent
 ROOT = NOTES.parent
@@ -142,6 +145,38 @@ def with_flags(text):
     return text
 
 
+def item_of(path):
+    """A variant's item in the list of 13.6: the first sentence of what it does, its papers, and what it showed."""
+    head, size = path.read_text().partition("\ndiff --git")[0], "a file"
+    if path.suffix == ".patch":
+        size = f"{sum(variants.changes(path.stem)[:2])} lines"
+    else:
+        head = "What: " + ast.get_docstring(ast.parse(head)).removeprefix("Reward: ")
+    fields = dict(re.findall(r"(?ms)^(\w+): +(.*?)(?=^\w+: |\n\n|\Z)", head))
+    papers = re.findall(r"\b\d{4}\.\d{5}\b", fields.get("Idea", ""))
+    papers = [f"[{number}](https://arxiv.org/abs/{number})" for number in dict.fromkeys(papers)]
+    what = re.split(r"(?<=[^.]\.) ", " ".join(fields["What"].split()))[0].rstrip(".")
+    showed = " ".join(fields.get("Measured", "").split())
+    says = f"{what}. {showed[:1].upper()}{showed[1:]}"
+    says = re.sub(r"(?<!`)(--[a-z][\w-]*)", r"`\1`", says)
+    for number, (page, title) in titles().items():
+        link = f"[{number}]({page}#{anchor(f'{number} {title}')})"
+        says = re.sub(rf"[Ss]ection {re.escape(number)}(?!\d)( of the notes)?", link, says)
+    item = f"- `{path.stem}` ({', '.join([size, *papers])}) {says}"
+    return textwrap.fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def with_variants(text):
+    """13-change-it.md with a list of the variants, from the heads of the patches and the docstrings of the files."""
+    paths = sorted(variants.FOLDER.glob("*.p*"))
+    found = ""
+    for group in variants.GROUPS:
+        items = "\n".join(item_of(path) for path in paths if variants.group_of(path) == group)
+        found += f"**{group[0].upper()}{group[1:]}**\n\n{items}\n\n"
+    first, last = "<!-- variants -->\n", "<!-- end of variants -->"
+    return re.sub(rf"(?s){first}.*{last}", lambda _: f"{first}\n{found}{last}", text)
+
+
 def with_loop(text):
     """README.md with the lines of its excerpt as they stand in grpo_llm.py, in its order, with README's comments."""
     (excerpt,) = re.findall(r"(?ms)^```python\n(.*?)^```$", text)
@@ -164,6 +199,7 @@ def contents():
     """({path: what it should hold} of everything that this script writes, [why some of it cannot be written])"""
     writers = {NOTES / "walk.md": with_excerpts, NOTES / "differences.md": with_excerpts}
     writers |= {NOTES / "run" / "flags.md": with_flags, ROOT / "README.md": with_loop}
+    writers[NOTES / "13-change-it.md"] = with_variants
     result, wrong = {}, []
     for page, write in writers.items():
         try:

@@ -11,6 +11,7 @@ import pytest
 import ranks
 import refresh
 import torch
+import variants
 from helpers import ROOT, SCRIPTS, each_script, load_script, make_model, run_main
 from safetensors.torch import load_file
 from test_project import check_flags, load_benchmark
@@ -88,6 +89,15 @@ def test_numbers_are_those_of_their_files():
             off = abs(float(number) - value * (100 if percent else 1))
             assert off <= 0.51 * 10.0 ** Decimal(number).as_tuple().exponent, (file, metric, number, value)
     assert len(found) > 40
+
+
+def test_scores_in_the_head_of_a_patch_are_those_of_its_runs():
+    """The lowest and the highest at the end."""
+    for name in set(variants.names()) - {"plain_pg", "vllm"}:  # rounded; of two seeds
+        path = ROOT / "benchmarks" / "results" / "variants" / f"{name}.csv"
+        for metric in ("eval/score", "eval/score_sampled") if path.exists() else ():
+            last = [100 * run[-1][metric] for run in plot.read_runs(path)]
+            assert f"{min(last):.1f}-{max(last):.1f}%" in " ".join(variants.read_patch(name)[0].split()), (name, last)
 
 
 @each_page
