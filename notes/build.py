@@ -12,6 +12,7 @@ import html
 import json
 import logging
 import re
+import subprocess
 import sys
 from datetime import date
 from pathlib import Path
@@ -84,6 +85,18 @@ def script_page(path):
 
 def code(text, language):
     return f'<div data-search-exclude markdown>\n\n````{language} linenums="1"\n{text}\n````\n\n</div>\n\n'
+
+
+def with_diffs(text):
+    """differences.md with what `git diff` says of two scripts, whatever the user's settings, below its marks."""
+    command = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "--patience", "--src-prefix=a/"]
+
+    def diff(match):
+        scripts = f"{match[1]}.py", f"{match[2]}.py"
+        shown = subprocess.run([*command, "--dst-prefix=b/", *scripts], cwd=ROOT, capture_output=True, text=True).stdout
+        return f"## From `{scripts[0]}` to `{scripts[1]}`\n\n{code(shown, 'diff')}"
+
+    return re.sub(r"<!-- diff (\w+) (\w+) -->", diff, text)
 
 
 def variant_page(name):
@@ -168,6 +181,7 @@ def on_files(files, config):
             page = variant_page(path.stem) if path.parent == variants.FOLDER else path.read_text()
             page = script_page(path) if path in SCRIPTS else page
             page = notebook_page(path) if path.suffix == ".ipynb" else page
+            page = with_diffs(page) if path == NOTES / "differences.md" else page
             page = LINK.sub(lambda match, path=path: link(path, match), page)
             head = heads.get(path, "search: {exclude: true}")
             files.append(File.generated(config, name, content=f"---\n{head}\n---\n\n{page}"))

@@ -3,10 +3,9 @@
     python notes/refresh.py             (with --check it changes nothing, and fails where it would)
     python notes/refresh.py --scripts   first copies what you changed in one script to the others
 
-It writes the excerpts of walk.md and differences.md: below `<!-- code: START -->` the loop of ppo_llm.py from the line
-that begins so to the next such mark, below `<!-- function: NAME -->` a function of it, below `<!-- hunk NAME: KEY -->`
-the hunk of a diff in which KEY is; for * all that no mark names. Below `<!-- flags: PART -->` of run/flags.md come the
-flags of this part of the scripts' Args, and between the marks of 13.6 what the heads of the patches say. A line of
+It writes the excerpts of walk.md: below `<!-- code: START -->` the loop of ppo_llm.py from the line that begins so to
+the next such mark, below `<!-- function: NAME -->` a function of it. Below `<!-- flags: PART -->` of run/flags.md come
+the flags of this part of the scripts' Args, and between the marks of 13.6 what the heads of the patches say. A line of
 README's loop follows that of grpo_llm.py which begins like it. A page whose mark or line has no match any more is named
 and left as it is.
 
@@ -29,7 +28,6 @@ import variants
 NOTES = Path(__file__).resolve().parent
 ROOT = NOTES.parent
 SCRIPTS = "ppo_llm.py", "grpo_llm.py", "ppo_llm_fsdp.py"
-DIFFS = {"ppo_to_grpo": ("ppo_llm", "grpo_llm"), "ppo_to_ppo_fsdp": ("ppo_llm", "ppo_llm_fsdp")}
 TAG = re.compile(r"# \[(\d+\.\d+)\]")
 SECTION = re.compile(r"(?m)^## (\d+\.\d+) (.*)$")
 LOOP = "    for iteration in range(first_iteration, args.total_iterations + 1):"  # the loop's first line
@@ -46,13 +44,6 @@ def titles():
 def anchor(title):
     """The name that a heading has in a link, on GitHub and in the site."""
     return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
-
-
-def diff(old, new):
-    """What `git diff` says of two scripts, whatever the user's settings, without the hashes of its first lines."""
-    command = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "--patience", "-U3", "--src-prefix=a/"]
-    command += ["--dst-prefix=b/", f"{old}.py", f"{new}.py"]
-    return re.sub(r"\A(?!---).*\n.*\n", "", subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout)
 
 
 def loop_lines():
@@ -76,10 +67,6 @@ def function_source(name):
     return textwrap.dedent("\n".join(own))
 
 
-def hunks(name):
-    return re.findall(r"(?ms)^@@ .*?(?=^@@ |\Z)", diff(*DIFFS[name]))
-
-
 def with_excerpts(text):
     """A page with its excerpts. Marks of the code come in its order, and the first is the loop's first line."""
     lines, starts = loop_lines(), [0]
@@ -90,26 +77,16 @@ def with_excerpts(text):
             raise SystemExit(f"the loop has no line (any more, or behind the last mark) that begins {mark!r}")
     ends = iter([*starts[2:], len(lines)])
     begins = iter(starts[1:])
-    named = {name: re.findall(rf"<!-- hunk {name}: (.*) -->", text) for name in DIFFS}
 
     def code(match):
         part = "\n".join(lines[next(begins) : next(ends)]).strip("\n")
         return f"<!-- code: {match[1]} -->\n```python\n{part}\n```\n"
 
-    def hunk(match):
-        own = [x for x in hunks(match[1]) if match[2] in x]
-        if match[2] == "*":
-            own = [x for x in hunks(match[1]) if not any(key in x for key in named[match[1]] if key != "*")]
-        elif len(own) != 1:
-            raise SystemExit(f"{len(own)} hunks of {match[1]} have {match[2]!r}")
-        return f"<!-- hunk {match[1]}: {match[2]} -->\n```diff\n{''.join(own)}```\n"
-
     def function(match):
         return f"<!-- function: {match[1]} -->\n```py\n{function_source(match[1])}\n```\n"
 
     text = re.sub(r"(?s)<!-- function: ([\w.]+) -->\n(```py\n.*?\n```\n)?", function, text)
-    text = re.sub(r"(?s)<!-- code: ([^\n]*) -->\n(```python\n.*?\n```\n)?", code, text)
-    return re.sub(r"(?s)<!-- hunk (\w+): ([^\n]*) -->\n(```diff\n.*?\n```\n)?", hunk, text)
+    return re.sub(r"(?s)<!-- code: ([^\n]*) -->\n(```python\n.*?\n```\n)?", code, text)
 
 
 def with_flags(text):
@@ -197,9 +174,8 @@ def with_loop(text):
 
 def contents():
     """({path: what it should hold} of everything that this script writes, [why some of it cannot be written])"""
-    writers = {NOTES / "walk.md": with_excerpts, NOTES / "differences.md": with_excerpts}
-    writers |= {NOTES / "run" / "flags.md": with_flags, ROOT / "README.md": with_loop}
-    writers[NOTES / "13-change-it.md"] = with_variants
+    writers = {NOTES / "walk.md": with_excerpts, NOTES / "run" / "flags.md": with_flags}
+    writers |= {ROOT / "README.md": with_loop, NOTES / "13-change-it.md": with_variants}
     result, wrong = {}, []
     for page, write in writers.items():
         try:

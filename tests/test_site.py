@@ -49,6 +49,8 @@ def test_five_tabs_and_chapters_before_variants_and_results_in_the_search(site):
     pages, folder = site
     tabs = re.findall(r'class="md-tabs__link">\s*(\w+)', pages["index.html"])
     assert tabs == ["Learn", "Run", "Scripts", "Change", "Results"]
+    differences = re.sub("<[^>]*>", "", pages["differences.html"])
+    assert "def constant_groups" in differences and "def shard" in differences
     assert pages["variant-gspo.html"].count('href="variant-') >= len(list((ROOT / "notes/variants").glob("*.patch")))
     index = json.loads((folder / "search" / "search_index.json").read_text())["docs"]
     weights = {entry["location"].partition("#")[0]: entry.get("boost", 1) for entry in index}
