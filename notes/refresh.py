@@ -166,7 +166,7 @@ def with_loop(text):
         start = re.match(r".*?(?= = |\(|$)", code.strip())[0]
         found = [x for x in script if x == code.strip()] or [x for x in script if x.startswith(start)]
         if not found:
-            raise SystemExit(f"the loop of grpo_llm.py has no line (any more) that begins {start!r}")
+            raise SystemExit(f"the loop of grpo_llm.py has no line (any more) that begins {start!r}: mend it by hand")
         script = script[script.index(found[0]) + 1 :]
         result += code[: len(code) - len(code.lstrip())] + found[0] + mark + comment + "\n"
     return text.replace(excerpt, result)
@@ -249,7 +249,8 @@ def still_named(old, new):
     found = []
     for page in sorted([*NOTES.rglob("*.md"), *ROOT.glob("*.md")]):
         for number, line in enumerate(page.read_text().splitlines(), 1) if page.name != "CHANGELOG.md" else ():
-            words = {word for code in re.findall("`([^`]+)`", line) for word in re.findall(r"\w+", code)}
+            codes = re.findall("`([^`]+)`", line)
+            words = {word for code in codes for word in re.findall(r"\w+(?!\w*\.py)", code)}
             found += [f"{page.relative_to(ROOT)}, line {number}: `{name}`" for name in sorted(words & gone)]
     return found
 

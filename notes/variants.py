@@ -25,6 +25,7 @@ import ast
 import hashlib
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -126,6 +127,10 @@ def size(name):
 def try_patch(name, base):
     """(`base`, a script's text, with the patch as it stands; None and git's complaint if it does not fit)"""
     _, script, diff = read_patch(name)
+    return try_diff(script, diff, base)
+
+
+def try_diff(script, diff, base):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, script)
         path.write_text(base)
@@ -234,7 +239,7 @@ def spots(name):
         elif in_main and re.match(r"    \S", line):
             place = named[1] if named else ""
         elif in_main and (phase := re.match(r"        # (?:\d\. (?:Actor )?([\w-]+)|(One batch)|Log\.)", line)):
-            place = (phase[1] or phase[2] or "").lower()
+            place = f"the phase {phase[1] or phase[2]!r}" if phase[1] or phase[2] else ""
         if number in hunks:
             found.add(place)
     return found - {"", "Args"}
@@ -329,11 +334,52 @@ def shard(path, file):
     say_written(file, f"{parents} + ppo_llm_fsdp.py")
 
 
+def merge_sides(name):
+    """In or after a merge, makes a patch that both branches have changed anew, from each script with its own patch, and
+    returns whether they merged without a conflict. (git would merge two hunks and leave the number of lines wrong.)"""
+    path = path_of(name).resolve()
+    merging = git("rev-parse", "-q", "--verify", "MERGE_HEAD", cwd=ROOT, check=False).returncode == 0
+    ours, theirs = ("HEAD", "MERGE_HEAD") if merging else ("HEAD^1", "HEAD^2")
+    base = git("merge-base", ours, theirs, cwd=ROOT, check=False).stdout.strip()
+    if not base or ROOT not in path.parents:
+        return False
+    heads, scripts, texts = [], [], []
+    for commit in ours, base, theirs:
+        patch = git("show", f"{commit}:{path.relative_to(ROOT)}", cwd=ROOT, check=False).stdout
+        head, mark, diff = patch.partition("diff --git ")
+        if not mark:
+            return False
+        script = re.match(r"a/(\S+) ", diff)[1]
+        heads.append(head)
+        scripts.append(git("show", f"{commit}:{script}", cwd=ROOT).stdout)
+        texts.append(try_diff(script, mark + diff, scripts[-1])[0])
+    if None in texts:
+        return False
+    (head, *conflicts), (old, *more), (text, *most) = merged(*heads), merged(*scripts), merged(*texts)
+    if any(conflicts + more + most):
+        return False
+    path.write_text(f"{head}diff --git a/{script} b/{script}\n")
+    print("merged from both branches, ", end="")
+    return make_from(name, script, old, text) is None
+
+
+def unknown_names(name):
+    """Names that a patched script uses and no longer has, as ruff finds them: a merge can't see that."""
+    command = ["ruff", "check", "--select", "F821", "-"]
+    said = subprocess.run(command, input=patched(name), capture_output=True, text=True).stdout
+    return ", ".join(dict.fromkeys(re.findall(r"F821 Undefined name `(\w+)`", said)))
+
+
 def rebase_one(name):
     """Makes a patch anew if it no longer fits. Returns what is left to a person, a sentence or None."""
+    flaw = unfit(name)
+    if flaw and "marks of a merge" in flaw and merge_sides(name):
+        flaw = unfit(name)
+    if flaw:
+        return f"{path_of(name)} {flaw}"
     _, script, _ = read_patch(name)
     today = (ROOT / script).read_text()
-    if try_patch(name, today)[0] is not None:
+    if try_patch(name, today)[0] is not None or merge_sides(name):
         return None
     # Of all branches: during a merge, a patch of the other side fits a script of the other side.
     for commit in git("log", "--all", "--full-history", "--format=%H", "--", script, cwd=ROOT).stdout.split():
@@ -371,8 +417,9 @@ def make_from(name, script, old, theirs):
 def rebase(chosen):
     left = []
     for name in chosen:
-        flaw = unfit(name)
-        left.append(f"{path_of(name)} {flaw}" if flaw else rebase_one(name))
+        left.append(rebase_one(name))
+        if left[-1] is None and shutil.which("ruff") and (unknown := unknown_names(name)):
+            left[-1] = f"{path_of(name)} fits, but uses {unknown}: `apply` it, mend the copy, `make`"
     sys.exit("\n".join(filter(None, left)) or None)
 
 

@@ -92,7 +92,7 @@ def test_variants_stack_and_conflicts_are_named(call):
     for name in "cispo", "replay":  # each line that one of them adds
         for line in re.findall(r"(?m)^\+(?!\+\+)(.*)", variants.read_patch(name)[2]):
             assert line in text
-    hint = "dual_clip and target_kl both change update: does each still mean what it does alone?\n"
+    hint = "dual_clip and target_kl both change the phase 'update': does each still mean what it does alone?\n"
     assert call("apply", "dual_clip,target_kl", "two.py")[1].startswith(hint)
     sentence, _ = call("apply", "cispo,gspo,replay", "out.py")
     text = Path("out.py").read_text().splitlines()
@@ -149,6 +149,24 @@ def test_rebase_writes_over_nothing_and_goes_on(call):
 def mend(path):
     """Takes the side of the variant."""
     Path(path).write_text(re.sub(r"(?s)<{7}.*?={7}\n(.*?)>{7} .*?\n", r"\1", Path(path).read_text()))
+
+
+def test_rebase_merges_a_patch_that_both_branches_have_changed(call):
+    """And names one that fits and uses what its script no longer has."""
+    commit_all()
+    for branch, old in ("there", "mb_losses = -advantages"), ("-", "mb_ratio = "):
+        subprocess.run(["git", "checkout", "-q", *(["-b"] * (branch == "there")), branch], check=True)
+        call("apply", "cispo", "copy.py")
+        Path("copy.py").write_text(re.sub(rf"(?m)^( +)({old}.*)$", r"\1one = 1\n\1\2", Path("copy.py").read_text()))
+        call("make", "cispo", "copy.py")
+        Path("copy.py").unlink()
+        commit_all()
+    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=b", "merge", "-q", "there"], check=True)
+    code, said = call("rebase", "cispo")
+    assert not code and "merged from both branches" in said
+    assert [line.count("one = 1") for line in variants.read_patch("cispo")[2].splitlines()].count(1) == 2
+    changed("grpo_llm.py", "limit, iteration)", "bound, iteration)", "grpo_llm.py")
+    assert "cispo.patch fits, but uses bound: " in call("rebase", "cispo")[0]
 
 
 def test_no_patch_takes_a_script_back(call):
