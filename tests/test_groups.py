@@ -18,7 +18,8 @@ ESTIMATORS = "grpo", "dr_grpo", "rloo", "reinforce_pp"
 def advantages(scores, group_size, estimator):
     """By the loop's lines, of responses of two tokens, the second of them masked."""
     mask = torch.tensor([[True, False]]).expand(len(scores), 2)
-    given = {"scores": torch.tensor(scores, dtype=torch.float64), "kl": torch.zeros(len(scores), 2), "mask": mask}
+    given = {"scores": torch.tensor(scores, dtype=torch.float64), "mask": mask}
+    given |= dict.fromkeys(("kl", "entropy", "old_logprobs"), torch.zeros(len(scores), 2))  # what a copy may read, too
     found = run_lines(grpo, "rewards", "advantages", args={"group_size": group_size, "estimator": estimator}, **given)
     assert not found.advantages[:, 1].any()
     return found.advantages[:, 0]
