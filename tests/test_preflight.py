@@ -28,7 +28,7 @@ def check(tmp_path, monkeypatch, capsys):
     write_rows(tmp_path / "test.jsonl", toy_rows(4, 100))
     (tmp_path / "sound.py").write_text(SOUND)
     flags = "--model model --dataset train.jsonl --eval-dataset test.jsonl --reward sound.py:reward --track none"
-    flags = [*flags.split(), "--max-response-length", "10"]
+    flags = [*flags.split(), "--max-response-length", "100"]
 
     def run(words=()):
         monkeypatch.delitem(sys.modules, "sound", raising=False)
@@ -39,11 +39,17 @@ def check(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+TRUNCATION = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+PADDING = {"strategy": {"Fixed": 40}, "direction": "Right", "pad_to_multiple_of": None}
+PADS = {"truncation": TRUNCATION, "padding": PADDING | {"pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}}
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "notes/variants/sft"])
 def test_a_sound_set_up(check, name):
+    change("model/tokenizer.json", **PADS)  # by themselves, tokenizers would cut the texts and fill them up
     code, said = check(["--script", str(ROOT / f"{name}.py")])
     assert code == 0 and not any(word in said for word in ("stop:", "look:", "skip:")), said
-    assert said.count("ok ") >= 6 and not Path("runs").exists(), said
+    assert said.count("ok ") >= 5 and not Path("runs").exists(), said
 
 
 def change(file, **values):
@@ -90,7 +96,7 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "template": (lambda: write("t.jinja", "{{ raise_exception('no') }}"), T, "train.jsonl, row 1"),
     "open end": (lambda: write("t.jinja", "{{ messages[-1].content }}<eos2>"), T, "look: the template ends turns with"),
     "numbers": (lambda: write("train.jsonl", NUMBERS), "", "look: `datasets` has changed 1 answers"),
-    "normalizer": (normalizer, "", "stop: tokenizer.json has other ids for 8 texts"),
+    "normalizer": (normalizer, "", "stop: tokenizer.json has other ids for ['what is"),
     "no EOS": (no_eos, "", "stop: there is no EOS id"),
     "positions": (None, "--max-response-length 999", "can exceed 256 positions"),
     "embedding": (lambda: make_model(Path("model"), vocab_size=20), "", "but model has 20 embeddings"),
@@ -120,7 +126,7 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "batch": (None, "--num-processes 3", "stop: --minibatch-size must be a multiple of"),
     "empty": (mine("[-r.count('q') for r in responses]"), MINE, "look: an empty answer scores as much as the best"),
     "LoRA": (None, "--lora-rank 2", "look: --lora-rank with --lr 1e-06"),
-    "sft": (None, f"--script {ROOT}/notes/variants/sft.py", "stop: sft.py doesn't sample"),
+    "preferences": (None, f"--script {ROOT}/notes/variants/preferences.py", "stop: preferences.py doesn't sample"),
     "comma": (lambda: write("c.csv", "question,answer\na, b?,72\nc,3\n"), "--dataset c.csv", "c.csv has 2 columns"),
     "no template": (lambda: write("c.json", CHAT), "--dataset c.json", "look: no chat template: the prompts' messages"),
     "leak": (None, "--eval-dataset train.jsonl", "look: 8 of the test prompts are training prompts"),

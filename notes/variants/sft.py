@@ -161,9 +161,10 @@ def report(step, metrics, run_dir, accelerator):
 
 
 def show_answers(model, tokenizer, rows, args, accelerator):
-    """Prints what the model says, greedily, to three prompts."""
+    """Prints how the model answers three prompts, greedily: the first hundred tokens."""
     if accelerator.is_main_process:
-        noise = torch.zeros(len(rows[:3]), args.max_response_length, dtype=torch.float64, device=accelerator.device)
+        width = min(100, args.max_response_length)
+        noise = torch.zeros(len(rows[:3]), width, dtype=torch.float64, device=accelerator.device)
         eos_ids = ppo_llm.collect_eos_ids(model, tokenizer)
         with accelerator.autocast():
             answers = ppo_llm.generate(model, [row["input_ids"] for row in rows[:3]], noise, eos_ids, 0)
