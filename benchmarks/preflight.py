@@ -64,9 +64,7 @@ def flags(run, path, words, processes):
     with mock.patch.multiple(script, Args=own.Args, BUNDLED=own.BUNDLED):
         args = run.args = script.parse_args()
     args.minibatch_size = args.batch_size if run.encode_answer else args.minibatch_size
-    stop(
-        os.getenv("SLURM_STEP_NUM_TASKS", "1") != "1", "srun has started several tasks: let it start a launcher a node"
-    )
+    stop(os.getenv("SLURM_STEP_NUM_TASKS", "1") != "1", "srun has started several tasks: one launcher a node will do")
     stop(args.lora_rank and not importlib.util.find_spec("peft"), "--lora-rank needs peft: pip install peft")
     look(args.lora_rank and args.lr < 1e-5, f"--lora-rank with --lr {args.lr}: LoRA needs ten times the usual rate")
     script.start_processes(args)  # refuses other flags

@@ -1,6 +1,7 @@
 """benchmarks/preflight.py: a faulty set-up is named in a sentence, and a sound one is not."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -22,6 +23,8 @@ def check(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["preflight.py"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(preflight, "STOPS", [])
+    monkeypatch.setattr(preflight.time, "sleep", lambda _: Path("slept").touch())
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     monkeypatch.setattr(preflight, "default_config_file", str(tmp_path / "accelerate.yaml"))
     make_model(tmp_path / "model", "llama")
     write_rows(tmp_path / "train.jsonl", toy_rows(8))
@@ -87,8 +90,25 @@ def mine(body, names=""):
     return lambda: write("mine.py", REWARD.format(names, body))
 
 
+def with_bos():
+    change("model/tokenizer_config.json", bos_token="<eos2>")
+    begin = [{"SpecialToken": {"id": "<eos2>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokens = {"<eos2>": {"id": "<eos2>", "ids": [2], "tokens": ["<eos2>"]}}
+    single = {"type": "TemplateProcessing", "single": begin, "pair": begin, "special_tokens": tokens}
+    change("model/tokenizer.json", post_processor=single)
+    write("t.jinja", "{{ messages[0].content }}")
+
+
+def rows(count, **columns):
+    """Rows of test data with columns of their own."""
+    return lambda: write_rows(
+        Path("test.jsonl"), [x | columns | {"level": i // 4} for i, x in enumerate(toy_rows(count, 100))]
+    )
+
+
 NUMBERS = '{"question": "a", "answer": 72}\n{"question": "a", "answer": 0.5}\n'
 CHAT = '[{"question": [{"role": "user", "content": "a"}], "answer": 7}]'
+TURNS = "{% for m in messages if m.role != 'system' %}{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}"
 NO_TURN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
 BITS, T, MINE = {"quant_method": "bitsandbytes"}, "--chat-template t.jinja", "--reward mine.py:reward"
 CASES = {  # what is changed in the folder, flags, words that must be said
@@ -135,6 +155,46 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "special": (lambda: write("c.json", CHAT.replace('"a"', '"<eos>a"')), "--dataset c.json", "look: prompts contain"),
     "penalty": (lambda: change("model/generation_config.json", repetition_penalty=1.1), "", "look: final/ will bring"),
     "digit": (lambda: change("model/generation_config.json", eos_token_id=[1, 9]), "", "look: EOS ids [9] are ordin"),
+    "next row": (
+        mine("[float(r == answers[(i + 1) % len(answers)]) for i, r in enumerate(responses)]"),
+        MINE,
+        "look: `right` scores 1 alone, 0 in a list",
+    ),
+    "later": (
+        mine("[float(r == a) - __import__('os').path.exists('slept') for a, r in zip(answers, responses)]"),
+        MINE,
+        "look: `right` scores something else a second later",
+    ),
+    "repeated": (lambda: write_rows(Path("train.jsonl"), toy_rows(1) * 8), "", "look: each distinct prompt is there 8"),
+    "cut off": (None, "--max-response-length 3", "look: most answers would be cut off"),
+    "think": (lambda: write("t.jinja", TURNS + "<think>\n{% endif %}"), T, "look: prompts open '<think>'"),
+    "system": (
+        lambda: (
+            write("t.jinja", TURNS + "{% endif %}"),
+            write("c.json", CHAT.replace('[{"role"', '[{"role": "system", "content": "b"}, {"role"')),
+        ),
+        f"--dataset c.json {T}",
+        "look: the template drops messages, by role: {'system': 1}",
+    ),
+    "BOS": (with_bos, T, "look: the tokenizer begins texts with '<eos2>', prompts lack it"),
+    "tools": (
+        lambda: write_rows(Path("train.jsonl"), [x | {"tools": "[]"} for x in toy_rows(8)]),
+        "",
+        "look: the template doesn't get the columns {'tools'}",
+    ),
+    "space": (
+        lambda: write_rows(Path("train.jsonl"), [x | {"answer": f"b{i} "} for i, x in enumerate(toy_rows(8))]),
+        "",
+        "look: 8 right answers, as ['b",
+    ),
+    "part": (
+        mine("{'sum': ['7' in r for r in responses], 'mark': ['####' in r for r in responses]}"),
+        MINE,
+        "look: mark is 0 in all of them, and could be 1",
+    ),
+    "other task": (rows(8, question="zzkk"), "", "look: test prompts have other words"),
+    "sorted": (rows(12), "--eval-rows 4", "look: test data are sorted by level: the first --eval-rows lack 2 of its"),
+    "srun": (lambda: os.environ.update(SLURM_STEP_NUM_TASKS="2"), "", "stop: srun has started several tasks"),
     "fsdp": (lambda: write("accelerate.yaml", "distributed_type: FSDP"), "", "asks for ['FSDP']"),
 }
 
