@@ -183,7 +183,7 @@ def data(run, args, script, processes, model, shell, tokenizer, templated, befor
     look(written, f"prompts contain {written}: if a template has made them, --chat-template none leaves them alone")
     ends = [(row["messages"][-1]["content"], str(row["answers"])) for row in run.rows[:1000]]
     told = [text[-40:] for text, answer in ends if answer and text.rstrip(" .\n").endswith(answer.rstrip(" .\n"))]
-    look(2 * len(told) > len(ends), f"prompts end in their own answers, as in {told[:1]}: is --prompt-column right?")
+    look(len(told) > 0.9 * len(ends), f"prompts end in their own answers, as in {told[:1]}: is --prompt-column right?")
     both = {row["prompts"] for row in run.rows} & {row["prompts"] for row in run.test_rows}
     look(both, f"{len(both)} of the test prompts are training prompts, too")
     ids = [row["input_ids"] for row in run.rows + run.test_rows[: args.eval_rows]]
@@ -258,7 +258,8 @@ def rewards(run, args, script, reward, tokenizer, rows, test_rows):
         look(unsure, "the reward cannot tell right (the reference answer) from wrong, or it pays length")
         paid = known and others and not unsure and scores[4] >= best
         look(paid, "many answers in one are paid as much as the right one")
-        some = {x["prompts"]: x for x in random.Random(1).choices(rows if kind == "train" else test_rows, k=500)}
+        some = random.Random(1).choices(rows if kind == "train" else test_rows, k=500)
+        some = {str(x["answers"]) if others else x["prompts"]: x for x in some}
         some = sorted(some.values(), key=lambda x: str(x["answers"]) == str(x["answers"]).strip())[:8]
         texts = [form.format(str(x["answers"]).strip()) if plain else as_json(x) for x in some]
         together = score(some, texts)[1]
