@@ -71,7 +71,7 @@ def flags(run, path, words, processes):
     odd = args.minibatch_size % (processes * getattr(args, "group_size", 1))
     stop(odd, "--minibatch-size must be a multiple of --group-size times --num-processes")
     run_dir, checkpoint = script.find_run(args)
-    old = json.loads((run_dir / "args.json").read_text()) | {"resume": True} if checkpoint else {}
+    old = run.old = json.loads((run_dir / "args.json").read_text()) | {"resume": True} if checkpoint else {}
     changed = [f"{name} {old[name]} -> {x}" for name, x in vars(args).items() if old.get(name, x) != x]
     look(changed, f"changed since the run was last started: {', '.join(changed)}")
     print(f"ok    {path.name} on {sys.platform}, {processes} process(es); {run_dir}, from {checkpoint or 'its start'}")
@@ -164,8 +164,7 @@ def data(run, args, script, processes, model, shell, tokenizer, templated, befor
     lost = tokenizer("a")["input_ids"][0] == bos != first["input_ids"][0]
     look(lost, f"the tokenizer begins texts with {tokenizer.bos_token!r}, prompts lack it: put it into the template")
     tag = re.search(r"<(\w+)>\s*$", first["prompts"])
-    opened = tag and not before.rstrip().endswith(tag[0].rstrip())
-    look(opened, f"prompts open {tag and tag[0].strip()!r}: a reward gets the text after it, without that mark")
+    look(tag and not before.rstrip().endswith(tag[0].rstrip()), f"prompts open {tag and tag[0]!r}: no reward sees that")
     gone = Counter()  # roles whose texts the template drops; a plain word is neither trimmed nor escaped nor a thought
     for row in run.rows[:1000] if templated else []:
         chat = [turn | {"content": f"zqx{i}zqx"} for i, turn in enumerate(row["messages"])]
@@ -173,10 +172,8 @@ def data(run, args, script, processes, model, shell, tokenizer, templated, befor
             text = tokenizer.apply_chat_template(chat, tokenize=False, **json.loads(args.chat_template_args))
             gone.update(turn["role"] for turn in chat if turn["content"] not in text)
     look(gone, f"the template drops messages, by role: {dict(gone)}")
-    unread = {"tools", "chat_template_kwargs"} & {*table.column_names}
-    look(unread, f"the template doesn't get the columns {unread}; --chat-template-args is for all rows")
-    repeated = len(run.rows) / len({row["prompts"] for row in run.rows})
-    look(repeated >= 4, f"each distinct prompt is there {repeated:.0f} times")
+    look({"tools", "chat_template_kwargs"} & {*table.column_names}, "no template gets tools or chat_template_kwargs")
+    look(len(run.rows) >= 4 * len({row["prompts"] for row in run.rows}), "each distinct prompt is there four times")
     look(first["is_chat"] and not templated, "no chat template: the prompts' messages are joined by newlines")
     turns = " ".join(turn["content"] for row in run.rows[:1000] for turn in row["messages"])
     written = {str(x) for x in tokenizer.added_tokens_decoder.values() if x.special and str(x) in turns}
@@ -224,6 +221,9 @@ def tests(args, tokenizer, rows, test_rows):
 
 def rewards(run, args, script, reward, tokenizer, rows, test_rows):
     function = run.function = script.load_reward(reward)
+    settings = getattr(sys.modules[function.__module__], "SETTINGS", None)
+    before = run.old.get("reward_settings", settings)
+    look(before != settings, f"the reward was {before} when the run was last started, and is {settings}")
     needed = [x for x in inspect.signature(function).parameters.values() if x.default is x.empty and x.kind.value == 1]
 
     def score(rows, texts):
@@ -266,8 +266,7 @@ def rewards(run, args, script, reward, tokenizer, rows, test_rows):
         apart = [score([x], [text])[1][0] for x, text in zip(some, texts)]
         print(f"ok    `right` for {len(some)} {kind} rows scores {min(apart):.4g} to {max(apart):.4g} alone")
         for one, other in [pair for pair in zip(apart, together) if abs(pair[0] - pair[1]) > 0.01][:1]:
-            said = f"`right` scores {one:.4g} alone, {other:.4g} in a list: do chance, its place or other rows decide?"
-            look(True, said)
+            print(f"look: `right` scores {one:.4g} alone, {other:.4g} in a list: do chance, place or others decide?")
         time.sleep(1)
         later = [abs(a - b) > 0.01 for a, b in zip(together, score(some, texts)[1])]
         look(any(later), "`right` scores something else a second later: do chance or the time decide?")

@@ -83,7 +83,7 @@ def normalizer():
 
 def resumed():
     Path("runs/one/checkpoints/step_000001").mkdir(parents=True)
-    write("runs/one/args.json", '{"model": "other"}')
+    write("runs/one/args.json", '{"model": "other", "reward_settings": {"RM": "one"}}')
 
 
 def mine(body, names=""):
@@ -143,6 +143,11 @@ CASES = {  # what is changed in the folder, flags, words that must be said
         "look: `right` scores 1 alone",
     ),
     "resumed": (resumed, "--run-name one --resume", "look: changed since the run was last started: model other"),
+    "judge": (
+        lambda: (resumed(), write("mine.py", "SETTINGS = {'RM': 'two'}\n" + SOUND)),
+        f"--run-name one --resume {MINE}",
+        "look: the reward was {'RM': 'one'} when the run was last started, and is {'RM': 'two'}",
+    ),
     "batch": (None, "--num-processes 3", "stop: --minibatch-size must be a multiple of"),
     "empty": (mine("[-r.count('q') for r in responses]"), MINE, "look: an empty answer scores as much as the best"),
     "LoRA": (None, "--lora-rank 2", "look: --lora-rank with --lr 1e-06"),
@@ -165,9 +170,13 @@ CASES = {  # what is changed in the folder, flags, words that must be said
         MINE,
         "look: `right` scores something else a second later",
     ),
-    "repeated": (lambda: write_rows(Path("train.jsonl"), toy_rows(1) * 8), "", "look: each distinct prompt is there 8"),
+    "repeated": (
+        lambda: write_rows(Path("train.jsonl"), toy_rows(1) * 8),
+        "",
+        "look: each distinct prompt is there four",
+    ),
     "cut off": (None, "--max-response-length 3", "look: most answers would be cut off"),
-    "think": (lambda: write("t.jinja", TURNS + "<think>\n{% endif %}"), T, "look: prompts open '<think>'"),
+    "think": (lambda: write("t.jinja", TURNS + "<think>\n{% endif %}"), T, "look: prompts open '<think>"),
     "system": (
         lambda: (
             write("t.jinja", TURNS + "{% endif %}"),
@@ -180,7 +189,7 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "tools": (
         lambda: write_rows(Path("train.jsonl"), [x | {"tools": "[]"} for x in toy_rows(8)]),
         "",
-        "look: the template doesn't get the columns {'tools'}",
+        "look: no template gets tools",
     ),
     "space": (
         lambda: write_rows(Path("train.jsonl"), [x | {"answer": f"b{i} "} for i, x in enumerate(toy_rows(8))]),
