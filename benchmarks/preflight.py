@@ -34,7 +34,7 @@ from transformers.utils import cached_file
 # What a reward gets from the script, whatever the columns; families that fail, by model_type (small ones are tried).
 OURS = {"prompts", "responses", "answers", "messages", "tokens", "completions", "completion_ids", "truncated", "record"}
 UNFIT = {"phimoe", "cpmant", "xlstm", "falcon_mamba", "rwkv", "recurrent_gemma", "minimax", "llama4", "llama4_text"}
-FORMS = "{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", '{{"answer": {}}}'  # how a reward may want an answer
+FORMS = "{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", '{{"answer": "{}"}}'  # how a reward may want an answer
 STOPS = []
 
 
@@ -154,10 +154,10 @@ def data(run, args, script, processes, model, shell, tokenizer, templated, befor
                 sys.exit(f"{source}, row {template.call_count}: {type(error).__name__}: {error}")
         setattr(run, name, rows)
         for row in rows if run.encode_answer else []:
-            stop(not row["answers"], f"{source}: there is no answer to {row['prompts'][-100:]!r}")
-            run.encode_answer(f"{args.answer_prefix}{row['answers']}", args, tokenizer)
+            answer = row["answers"] or script.fail(f"{source}: there is no answer to {row['prompts'][-100:]!r}")
+            run.encode_answer(f"{args.answer_prefix}{answer}", args, tokenizer)
         shown = [f"; the first: {row['prompts'][:60]!r} ... {row['prompts'][-90:]!r}" for row in rows[:1]]
-        print("ok   " if rows else "look:", said, *shown)
+        print("ok   " if rows else "look:", said + "".join(shown))
         look(part and 2 * len(rows) < min(len(part), 20_000), f"most rows of {source} are left out: long or empty")
     first, bos = run.rows[0], tokenizer.bos_token_id
     look(first["input_ids"][:2] == [bos] * 2, "prompts begin with two BOS tokens")
@@ -262,14 +262,15 @@ def rewards(run, args, script, reward, tokenizer, rows, test_rows):
         some = {str(x["answers"]) if others else x["prompts"]: x for x in some}
         some = sorted(some.values(), key=lambda x: str(x["answers"]) == str(x["answers"]).strip())[:8]
         texts = [form.format(str(x["answers"]).strip()) if plain else as_json(x) for x in some]
+        name = "right" if plain else "the row as JSON"
         together = score(some, texts)[1]
         apart = [score([x], [text])[1][0] for x, text in zip(some, texts)]
-        print(f"ok    `right` for {len(some)} {kind} rows scores {min(apart):.4g} to {max(apart):.4g} alone")
+        print(f"ok    `{name}` for {len(some)} {kind} rows scores {min(apart):.4g} to {max(apart):.4g} alone")
         for one, other in [pair for pair in zip(apart, together) if abs(pair[0] - pair[1]) > 0.01][:1]:
-            print(f"look: `right` scores {one:.4g} alone, {other:.4g} in a list: do chance, place or others decide?")
+            print(f"look: `{name}` scores {one:.4g} alone, {other:.4g} in a list: do chance, place or others decide?")
         time.sleep(1)
         later = [abs(a - b) > 0.01 for a, b in zip(together, score(some, texts)[1])]
-        look(any(later), "`right` scores something else a second later: do chance or the time decide?")
+        look(any(later), f"`{name}` scores something else a second later: do chance or the time decide?")
         low = [x["answers"] for x, one in zip(some, apart) if known and not unsure and one <= max(less)]
         look(low, f"{len(low)} right answers, as {low[:1]}, are paid like wrong ones: does a space at the end count?")
 

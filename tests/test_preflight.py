@@ -110,6 +110,7 @@ NUMBERS = '{"question": "a", "answer": 72}\n{"question": "a", "answer": 0.5}\n'
 CHAT = '[{"question": [{"role": "user", "content": "a"}], "answer": 7}]'
 TURNS = "{% for m in messages if m.role != 'system' %}{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}"
 NO_TURN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+SFT = ROOT / "notes" / "variants" / "sft.py"
 BITS, T, MINE = {"quant_method": "bitsandbytes"}, "--chat-template t.jinja", "--reward mine.py:reward"
 CASES = {  # what is changed in the folder, flags, words that must be said
     "model": (None, "--model ./none", "stop: --model ./none is not there"),
@@ -151,6 +152,7 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "batch": (None, "--num-processes 3", "stop: --minibatch-size must be a multiple of"),
     "empty": (mine("[-r.count('q') for r in responses]"), MINE, "look: an empty answer scores as much as the best"),
     "LoRA": (None, "--lora-rank 2", "look: --lora-rank with --lr 1e-06"),
+    "sft": (None, f"--script {SFT} --max-response-length 3", "stop: an answer has 7 tokens with its EOS"),
     "preferences": (None, f"--script {ROOT}/notes/variants/preferences.py", "stop: preferences.py doesn't sample"),
     "comma": (lambda: write("c.csv", "question,answer\na, b?,72\nc,3\n"), "--dataset c.csv", "c.csv has 2 columns"),
     "no template": (lambda: write("c.json", CHAT), "--dataset c.json", "look: no chat template: the prompts' messages"),

@@ -400,7 +400,7 @@ def needs(responses, colour):
 def test_a_run_is_scored_again_and_asked_as_in_training(script, toy_run, tmp_path, monkeypatch, capsys):
     """By a reward with TRL's names. A LoRA run: its model says what it said in the evaluation, its base something."""
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}#")
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "old_and_new.py").write_text(MINE)
     flags = {"chat_template": f"{tmp_path}/t.jinja", "prompt_suffix": "?!", "eval_rows": 3, "lora_rank": 2, "lr": 0.1}
     run_dir, _ = toy_run(**flags)
 
@@ -413,15 +413,15 @@ def test_a_run_is_scored_again_and_asked_as_in_training(script, toy_run, tmp_pat
             return str(leaving.code)
         return capsys.readouterr().out
 
-    said = call("rescore.py", run_dir, f"{tmp_path}/mine.py:parts")
+    said = call("rescore.py", run_dir, f"{tmp_path}/old_and_new.py:parts")
     rows = read_rows(run_dir / "completions" / "step_000001.jsonl")
     old, early = (sum(row[name] for row in rows) / len(rows) for name in ("score", "length"))
     q = sum(row["response"].count("q") for row in rows) / len(rows)
     moved = f"score {old:.3f} -> {early + q:.3f}, early none -> {early:.3f}, q none -> {q:.3f}"
-    assert "mine.py:parts {'level': 3}" in said and f"step_000001, 8 answers: {moved}" in said
+    assert "old_and_new.py:parts {'level': 3}" in said and f"step_000001, 8 answers: {moved}" in said
     assert said.count("the reference answer is") == 5 and said.count("eval_sampled_") >= 2
     assert "needs ['colour']; the completions have the columns ['question'" in call(
-        "rescore.py", run_dir, f"{tmp_path}/mine.py:needs"
+        "rescore.py", run_dir, f"{tmp_path}/old_and_new.py:needs"
     )
     assert "is no run folder" in call("rescore.py", tmp_path, "gsm8k")
     base = flags_of(run_dir)["model"]
