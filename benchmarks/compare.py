@@ -4,7 +4,8 @@
         > benchmarks/results/comparison.md
     python benchmarks/compare.py runs/one runs/two        # your own runs, or folders with a run for each seed
 
-Parts of the score have columns, and below the table are the flags in which run folders differ.
+Parts of the score have columns, and so has the surprise that is furthest from 0. Below the table are the flags in which
+run folders differ, with what their reward depended on (`reward_settings`) and a checksum of its file.
 
 Or check whether two runs are the same, on one process and on two, or before and after a change:
 
@@ -19,6 +20,7 @@ import argparse
 import json
 import math
 import sys
+import zlib
 from pathlib import Path
 
 import plot
@@ -39,6 +41,8 @@ def make_table(results, names, at=(10,)):
     every = {name: plot.read_runs(place) for name, place in zip(names, where)}
     parts = dict.fromkeys(x for runs in every.values() for row in runs[0] for x in row if x.startswith("eval_part/"))
     columns += [(f"{metric.partition('/')[2]}, greedy after", metric, None) for metric in parts]
+    sampled = [row for runs in every.values() for run in runs for row in run if "rollout/surprise_z" in row]
+    columns += [("surprise z, furthest from 0", "rollout/surprise_z", None)] if sampled else []
     lines = []
     for name, runs in every.items():
         cells = [name, len(runs)]
@@ -46,7 +50,7 @@ def make_table(results, names, at=(10,)):
             values = []
             for run in runs:
                 found = [row[metric] for row in run if metric in row and step in (None, row["step"])]
-                values += found[-1:]
+                values += sorted(found, key=abs)[-1:] if metric == "rollout/surprise_z" else found[-1:]
             measured = any(values) if metric == "kl/mean" else values
             cells.append(spread(values, 0 if metric in ("responses", "step") else 3) if measured else "")
         lines.append(cells)
@@ -59,12 +63,16 @@ def differing_flags(names, places):
     for place in places:
         files = [*place.glob("args.json"), *place.glob("*/args.json")] if place.is_dir() else []
         runs = [json.loads(file.read_text()) for file in sorted(files)]
+        for file, run in zip(sorted(files), runs):
+            copy = file.with_name(Path(run.get("reward", "").rpartition(":")[0]).name or "none")
+            run |= {"reward_file": f"{zlib.crc32(copy.read_bytes()):08x}"} if copy.is_file() else {}
         flags = dict.fromkeys(flag for run in runs for flag in run if flag not in ("run_name", "resume", "output_dir"))
         columns += [{flag: ", ".join(dict.fromkeys(str(run.get(flag)) for run in runs)) for flag in flags}]
     flags = dict.fromkeys(flag for column in columns for flag in column)
     flags = [flag for flag in flags if len({column.get(flag) for column in columns if column}) > 1]
     lines = [[flag, *[column.get(flag, "") for column in columns]] for flag in flags]
-    warning = "\n\nTheir rewards differ, so their scores can't be compared." if "reward" in flags else ""
+    scored = {"reward", "reward_settings", "reward_file"} & {*flags}
+    warning = "\n\nTheir rewards differ, so their scores can't be compared." if scored else ""
     return "\n\n" + markdown(["flags that differ", *names], lines) + warning if lines else ""
 
 

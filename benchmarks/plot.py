@@ -6,7 +6,8 @@
 
 Every argument is one line in each panel: a run folder (or its metrics.jsonl), a folder of run folders, or a csv of
 several seeds as benchmarks/learning.py writes it. Several runs are drawn as their mean, with a band from the lowest to
-the highest. If the reward has parts, each has a panel. With --metrics there is one row of panels for each metric, and
+the highest. If the reward has parts, each has a panel. A dotted line marks where a run was resumed with other flags,
+which are printed (TensorBoard's files know them). With --metrics there is one row of panels for each metric, and
 one column for each --x: iterations, sampled responses or seconds.
 """
 
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 
 from common import grouped, read_csv, read_lines, read_starts
+from view import read_resumes
 
 PANELS = [  # title, metrics drawn in it (the second dashed)
     ("test score, greedy (dashed: sampled)", ["eval/score", "eval/score_sampled"]),
@@ -104,6 +106,18 @@ def draw(axis, groups, metrics, x="step"):
         axis.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axis.transAxes, color="gray")
 
 
+def mark_resumes(paths, axes):
+    """A dotted line at each iteration at which a run went on with other flags, which are printed."""
+    for i, path in enumerate(map(Path, paths)):
+        for file in [*path.glob("metrics.jsonl"), *path.glob("*/metrics.jsonl")]:
+            for step, changed in read_resumes(file.parent):
+                if changed.keys() - {"total_iterations"}:
+                    told = ", ".join(f"{name} {values}" for name, values in changed.items())
+                    print(f"{file.parent} was resumed at iteration {step} with other flags: {told}")
+                    for axis in axes:
+                        axis.axvline(step, color=f"C{i}", linestyle=":", linewidth=1)
+
+
 def name_runs(paths):
     """A name for each: the last part of its path, or the whole path where two would be called the same."""
     names = [Path(path).resolve().name.removesuffix(".csv") for path in paths]
@@ -134,6 +148,7 @@ def main():
                 axis.set_ylabel(metric)
         for axis, x in zip(axes[-1], args.x):
             axis.set_xlabel(AXIS_LABELS[x])
+        mark_resumes(args.runs, [axis for line in axes for axis, x in zip(line, args.x) if x == "iteration"])
     else:
         known = {name: None for _, runs in groups for run in runs for row in run for name in row}
         panels = PANELS if "critic/loss" in known else PANELS[:-3] + GROUP_PANELS
@@ -145,6 +160,7 @@ def main():
             draw(axis, groups, metrics)
             axis.set_title(title, fontsize=10)
             axis.set_xlabel("iteration")
+        mark_resumes(args.runs, axes.flat[: len(panels)])
         for axis in axes.flat[len(panels) :]:
             axis.set_axis_off()
     labels = [f"{name} ({len(runs)} seeds)" if len(runs) > 1 else name for name, runs in groups]

@@ -12,11 +12,14 @@ import importlib.util
 import inspect
 import json
 import os
+import random
 import re
 import sys
 import time
 import traceback
+from collections import Counter
 from contextlib import suppress
+from operator import ne
 from pathlib import Path
 from unittest import mock
 
@@ -31,7 +34,7 @@ from transformers.utils import cached_file
 # What a reward gets from the script, whatever the columns; families that fail, by model_type (small ones are tried).
 OURS = {"prompts", "responses", "answers", "messages", "tokens", "completions", "completion_ids", "truncated", "record"}
 UNFIT = {"phimoe", "cpmant", "xlstm", "falcon_mamba", "rwkv", "recurrent_gemma", "minimax", "llama4", "llama4_text"}
-FORMS = "{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>"  # how a reward may want an answer
+FORMS = "{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", '{{"answer": "{}"}}'  # how a reward may want an answer
 STOPS = []
 
 
@@ -52,18 +55,23 @@ def flags(run, path, words, processes):
     asked = re.findall('(?:type"?: "?|ACCELERATE_USE_)(FSDP|DEEPSPEED)', said + " ".join(os.environ))
     stop(asked, f"accelerate's configuration asks for {asked}, which no script uses: launch with --multi_gpu")
     sys.path.insert(0, str(path.resolve().parent))
-    script = run.script = importlib.import_module(path.stem)
-    if stop(not hasattr(script, "generate"), f"{path.name} doesn't sample: this is for scripts that do"):
+    own = importlib.import_module(path.stem)
+    script = run.script = getattr(own, "ppo_llm", own)  # sft.py uses its functions
+    run.encode_answer = getattr(own, "encode_answer", None)
+    if stop(not run.encode_answer and not hasattr(own, "generate"), f"{path.name} doesn't sample, and isn't sft.py"):
         return
     sys.argv = [path.name, *words]
-    args = run.args = script.parse_args()
+    with mock.patch.multiple(script, Args=own.Args, BUNDLED=own.BUNDLED):
+        args = run.args = script.parse_args()
+    args.minibatch_size = args.batch_size if run.encode_answer else args.minibatch_size
+    stop(os.getenv("SLURM_STEP_NUM_TASKS", "1") != "1", "srun has started several tasks: one launcher a node will do")
     stop(args.lora_rank and not importlib.util.find_spec("peft"), "--lora-rank needs peft: pip install peft")
     look(args.lora_rank and args.lr < 1e-5, f"--lora-rank with --lr {args.lr}: LoRA needs ten times the usual rate")
     script.start_processes(args)  # refuses other flags
     odd = args.minibatch_size % (processes * getattr(args, "group_size", 1))
     stop(odd, "--minibatch-size must be a multiple of --group-size times --num-processes")
     run_dir, checkpoint = script.find_run(args)
-    old = json.loads((run_dir / "args.json").read_text()) | {"resume": True} if checkpoint else {}
+    old = run.old = json.loads((run_dir / "args.json").read_text()) | {"resume": True} if checkpoint else {}
     changed = [f"{name} {old[name]} -> {x}" for name, x in vars(args).items() if old.get(name, x) != x]
     look(changed, f"changed since the run was last started: {', '.join(changed)}")
     print(f"ok    {path.name} on {sys.platform}, {processes} process(es); {run_dir}, from {checkpoint or 'its start'}")
@@ -88,7 +96,7 @@ def paths(run, args):
         if not any(bad):
             setattr(run, flag, name or None)
     file = args.reward.rpartition(":")[0]
-    if not stop(args.reward != "gsm8k" and not Path(file).is_file(), f"--reward {args.reward}: no file {file!r}"):
+    if not stop(args.reward not in ("gsm8k", "none") and not Path(file).is_file(), f"--reward: there is no {file!r}"):
         run.reward = args.reward
 
 
@@ -117,18 +125,19 @@ def models(run, args, script, model):
     look(penalty != 1, f"final/ will bring repetition_penalty {penalty}, which servers apply and evaluations don't")
     quantised = getattr(config, "quantization_config", None) and not args.lora_rank
     stop(quantised, f"{model} is quantised: without --lora-rank, most of its weights would not be trained")
-    run.templated = tokenizer.chat_template and args.chat_template != "none"
+    run.templated, run.before = tokenizer.chat_template and args.chat_template != "none", ""
     if run.templated:
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zzz"}]
         start, _, end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("zzz")
         asked, bare = [tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=x) for x in (1, 0)]
         header = start.removeprefix(asked).strip() if asked == bare and start.startswith(asked) else ""
         look(header, f"the template ignores add_generation_prompt: prompts lack the {header!r} before an answer")
+        run.before = start  # what stands before an earlier answer
         marks = {*tokenizer(end, add_special_tokens=False)["input_ids"]} & {*tokenizer.added_tokens_decoder}
         look(marks and not marks & {*run.eos_ids}, f"the template ends turns with {end!r}, no EOS id: they may run on")
 
 
-def data(run, args, script, processes, model, shell, tokenizer, templated, dataset, eval_dataset):
+def data(run, args, script, processes, model, shell, tokenizer, templated, before, dataset, eval_dataset):
     splits = [*script.read_splits(dataset)]
     stop("train" not in splits, f"{dataset} has {splits}, only `train` is read: save one as a file")
     table, test_table = script.read_data(args)
@@ -144,19 +153,34 @@ def data(run, args, script, processes, model, shell, tokenizer, templated, datas
             except Exception as error:  # of a template, which does not say where
                 sys.exit(f"{source}, row {template.call_count}: {type(error).__name__}: {error}")
         setattr(run, name, rows)
-        print("ok   " if rows else "look:", said)
+        for row in rows if run.encode_answer else []:
+            answer = row["answers"] or script.fail(f"{source}: there is no answer to {row['prompts'][-100:]!r}")
+            run.encode_answer(f"{args.answer_prefix}{answer}", args, tokenizer)
+        shown = [f"; the first: {row['prompts'][:60]!r} ... {row['prompts'][-90:]!r}" for row in rows[:1]]
+        print("ok   " if rows else "look:", said + "".join(shown))
         look(part and 2 * len(rows) < min(len(part), 20_000), f"most rows of {source} are left out: long or empty")
-    print(f"ok    the first prompt: {run.rows[0]['prompts'][:60]!r} ... {run.rows[0]['prompts'][-90:]!r}")
-    look(run.rows[0]["input_ids"][:2] == [tokenizer.bos_token_id] * 2, "prompts begin with two BOS tokens")
-    bare = run.rows[0]["is_chat"] and not templated
-    look(bare, "no chat template: the prompts' messages are joined by newlines, and no turn may end in an EOS")
-    special = {str(x) for x in tokenizer.added_tokens_decoder.values() if x.special}
-    turns = [turn["content"] for row in run.rows[:1000] for turn in row["messages"]]
-    written = {x for x in special if any(x in text for text in turns)}
+    first, bos = run.rows[0], tokenizer.bos_token_id
+    look(first["input_ids"][:2] == [bos] * 2, "prompts begin with two BOS tokens")
+    lost = tokenizer("a")["input_ids"][0] == bos != first["input_ids"][0]
+    look(lost, f"the tokenizer begins texts with {tokenizer.bos_token!r}, prompts lack it: put it into the template")
+    tag = re.search(r"<(\w+)>\s*$", first["prompts"])
+    look(tag and not before.rstrip().endswith(tag[0].rstrip()), f"prompts open {tag and tag[0]!r}: no reward sees that")
+    gone = Counter()  # roles whose texts the template drops; a plain word is neither trimmed nor escaped nor a thought
+    for row in run.rows[:1000] if templated else []:
+        chat = [turn | {"content": f"zqx{i}zqx"} for i, turn in enumerate(row["messages"])]
+        with suppress(Exception):  # of a template that wants certain texts
+            text = tokenizer.apply_chat_template(chat, tokenize=False, **json.loads(args.chat_template_args))
+            gone.update(turn["role"] for turn in chat if turn["content"] not in text)
+    look(gone, f"the template drops messages, by role: {dict(gone)}")
+    look({"tools", "chat_template_kwargs"} & {*table.column_names}, "no template gets tools or chat_template_kwargs")
+    look(len(run.rows) >= 4 * len({row["prompts"] for row in run.rows}), "each distinct prompt is there four times")
+    look(first["is_chat"] and not templated, "no chat template: the prompts' messages are joined by newlines")
+    turns = " ".join(turn["content"] for row in run.rows[:1000] for turn in row["messages"])
+    written = {str(x) for x in tokenizer.added_tokens_decoder.values() if x.special and str(x) in turns}
     look(written, f"prompts contain {written}: if a template has made them, --chat-template none leaves them alone")
     ends = [(row["messages"][-1]["content"], str(row["answers"])) for row in run.rows[:1000]]
     told = [text[-40:] for text, answer in ends if answer and text.rstrip(" .\n").endswith(answer.rstrip(" .\n"))]
-    look(2 * len(told) > len(ends), f"prompts end in their own answers, as in {told[:1]}: is --prompt-column right?")
+    look(len(told) > 0.9 * len(ends), f"prompts end in their own answers, as in {told[:1]}: is --prompt-column right?")
     both = {row["prompts"] for row in run.rows} & {row["prompts"] for row in run.test_rows}
     look(both, f"{len(both)} of the test prompts are training prompts, too")
     ids = [row["input_ids"] for row in run.rows + run.test_rows[: args.eval_rows]]
@@ -164,24 +188,53 @@ def data(run, args, script, processes, model, shell, tokenizer, templated, datas
     positions = getattr(shell.config.get_text_config(), "max_position_embeddings", float("inf"))
     stop(longest + args.max_response_length > positions, f"prompt and response can exceed {positions} positions")
     stop(highest >= size, f"a prompt has the token {highest}, but {model} has {size} embeddings")
-    peak = of_run(args, shell.config.get_text_config(), shell.num_parameters(), longest, processes)
-    if not look(
-        peak is None, "no forecast of memory: the model isn't built like Qwen2 or Qwen3-MoE (notes, chapter 14)"
-    ):
-        print(f"ok    about {peak:.1f} GiB of memory a process (notes, chapter 14)")
+    sizes = args, shell.config.get_text_config(), shell.num_parameters(), longest, processes
+    peak = None if run.encode_answer else of_run(*sizes)  # None, too, for models unlike Qwen2 or Qwen3-MoE
+    print(f"ok    {f'about {peak:.1f}' if peak else 'no forecast of the'} GiB of memory a process (notes, chapter 14)")
     look(len(tokenizer) > size, f"{len(tokenizer)} tokens, but {size} embeddings: the others must not occur")
     file = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     original = Tokenizer.from_file(file) if file else tokenizer.backend_tokenizer
+    original.no_truncation()  # of these, transformers ignores what the file says
+    original.no_padding()
     texts = [row["prompts"] for row in run.rows[:100]]
     ours = tokenizer(texts, add_special_tokens=False)["input_ids"]
     wrong = [x for x, ids in zip(texts, ours) if original.encode(x, add_special_tokens=False).ids != ids]
-    one = f"{len(wrong)} texts, as {wrong[0][:40]!a}" if wrong else ""
-    stop(wrong, f"tokenizer.json has other ids for {one}: set tokenizer_class to TokenizersBackend")
+    stop(wrong, f"tokenizer.json has other ids for {wrong[:1]!a:.40}: set tokenizer_class to TokenizersBackend")
+
+
+def tests(args, tokenizer, rows, test_rows):
+    if not test_rows[: args.eval_rows]:
+        return
+    counts = []
+    for some in rows, test_rows:
+        texts = [turn["content"] for row in random.Random(1).choices(some, k=500) for turn in row["messages"]]
+        ids = tokenizer(" ".join(texts), add_special_tokens=False)["input_ids"]
+        counts.append(torch.bincount(torch.tensor(ids), minlength=len(tokenizer)).double())
+    alike = torch.cosine_similarity(*counts, dim=0)
+    look(alike < 0.75, f"test prompts have other words ({alike:.2f} of 1 alike): another task, or another language?")
+    columns = {name: [str(row[name]) for row in test_rows] for name in test_rows[0]["record"]}
+    for name, values in (columns | {"length": [len(row["input_ids"]) for row in test_rows]}).items():
+        missed = len({*values} - {*values[: args.eval_rows]})
+        grouped = 1 + sum(map(ne, values, values[1:])) == len({*values}) < len(values) / 2
+        look(grouped and missed, f"test data are sorted by {name}: the first --eval-rows lack {missed} of its values")
 
 
 def rewards(run, args, script, reward, tokenizer, rows, test_rows):
     function = run.function = script.load_reward(reward)
+    settings = getattr(sys.modules[function.__module__], "SETTINGS", None)
+    before = run.old.get("reward_settings", settings)
+    look(before != settings, f"the reward was {before} when the run was last started, and is {settings}")
     needed = [x for x in inspect.signature(function).parameters.values() if x.default is x.empty and x.kind.value == 1]
+
+    def score(rows, texts):
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        responses = [script.Response(x, [0.0] * len(x), text[:6] == "First,") for x, text in zip(ids, texts)]
+        results = script.compute_scores(function, tokenizer, rows, responses)
+        return results, [result["score"] for result in results]
+
+    def as_json(row):
+        return json.dumps({x: value for x, value in row["record"].items() if x != args.prompt_column}, default=str)
+
     for kind, row in zip(["train", "test"], rows[:1] + test_rows[: min(1, args.eval_rows)]):
         missing = {x.name for x in needed} - {*row} - OURS
         stop(missing, f"the reward needs {missing}; the {kind} data have {[*row['record']]}")
@@ -190,31 +243,46 @@ def rewards(run, args, script, reward, tokenizer, rows, test_rows):
         started = time.perf_counter()
         for form in FORMS[: None if known else 1]:  # until the right answer is the best
             texts = {"wrong": form.format(987654321), "empty": ""}
-            texts |= {"cut off": args.max_response_length // 4 * "First, we "}
-            texts |= {"many": " ".join([*others, answer, *others]), "right": form.format(answer)}
-            ids = tokenizer([*texts.values()], add_special_tokens=False)["input_ids"]
-            responses = [script.Response(x, [0.0] * len(x), x is ids[2]) for x in ids]
-            results = script.compute_scores(function, tokenizer, [row] * 5, responses)
-            *less, many, right = [result["score"] for result in results]
-            if right > max(less):
+            texts |= {"cut off": args.max_response_length // 4 * "First, we ", "the row as JSON": as_json(row)}
+            texts |= {"many": " ".join([*others, answer, *others]), "right": form.format(answer)} if known else {}
+            results, scores = score([row] * len(texts), [*texts.values()])
+            *less, best = scores[:4]
+            if known and scores[-1] > max(less):
                 break
         found = {name: result["parts"] or result["score"] for name, result in zip(texts, results)}
         print(f"ok    reward of answers to the first {kind} row: {found}, {time.perf_counter() - started:.2f} s")
-        unsure = known and right <= max(less)
+        run.reached = {x: max(result["parts"][x] for result in results) for x in results[0]["parts"]}
+        plain = known and scores[-1] >= best
+        best = max(best, scores[-1])
+        unsure = known and best <= max(less)
         look(unsure, "the reward cannot tell right (the reference answer) from wrong, or it pays length")
-        look(known and others and not unsure and many >= right, "many answers in one are paid as much as the right one")
-        (alone,) = script.compute_scores(function, tokenizer, [row], responses[-1:])
-        said = f"`right` scores {alone['score']:.4g} alone: do chance, its place in the list or the others decide?"
-        look(abs(alone["score"] - right) > 0.01, said)
+        paid = known and others and not unsure and scores[4] >= best
+        look(paid, "many answers in one are paid as much as the right one")
+        some = random.Random(1).choices(rows if kind == "train" else test_rows, k=500)
+        some = {str(x["answers"]) if others else x["prompts"]: x for x in some}
+        some = sorted(some.values(), key=lambda x: str(x["answers"]) == str(x["answers"]).strip())[:8]
+        texts = [form.format(str(x["answers"]).strip()) if plain else as_json(x) for x in some]
+        name = "right" if plain else "the row as JSON"
+        together = score(some, texts)[1]
+        apart = [score([x], [text])[1][0] for x, text in zip(some, texts)]
+        print(f"ok    `{name}` for {len(some)} {kind} rows scores {min(apart):.4g} to {max(apart):.4g} alone")
+        for one, other in [pair for pair in zip(apart, together) if abs(pair[0] - pair[1]) > 0.01][:1]:
+            print(f"look: `{name}` scores {one:.4g} alone, {other:.4g} in a list: do chance, place or others decide?")
+        time.sleep(1)
+        later = [abs(a - b) > 0.01 for a, b in zip(together, score(some, texts)[1])]
+        look(any(later), f"`{name}` scores something else a second later: do chance or the time decide?")
+        low = [x["answers"] for x, one in zip(some, apart) if known and not unsure and one <= max(less)]
+        look(low, f"{len(low)} right answers, as {low[:1]}, are paid like wrong ones: does a space at the end count?")
 
 
-def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, no_model):
+def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, reached, no_model):
     if look(no_model or shell.num_parameters() > 3e9, "no weights are loaded, so the model is not asked"):
         return
     ours = script.load_model(model, AutoModelForCausalLM, args.lora_rank, task_type="CAUSAL_LM")
     results, scores = [], []
+    rows = random.Random(1).choices(rows, k=32)  # neighbours in the file may have the same answer
     while len({*scores}) < 2 and len(scores) < 32:  # a model that is right once in five times may fail eight times
-        some = (rows * 32)[len(scores) :][:8]
+        some = rows[len(scores) :][:8]
         uniforms = torch.rand(8, args.max_response_length, dtype=torch.float64)
         responses = script.generate(ours, [row["input_ids"] for row in some], uniforms, eos_ids, args.temperature)
         results += script.compute_scores(function, tokenizer, some, responses)
@@ -224,9 +292,12 @@ def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, 
         here, there = [[(x | x["parts"])[name] for x in each] for each in (results, swapped)]
         said = f"mean {sum(here[-8:]) / 8:.4g}, as answers to other prompts {sum(there) / 8:.4g}"
         print(f"ok    {name} of {len(here)} answers of the model: {min(here):.4g} to {max(here):.4g}, {said}")
-    cut, last = sum(result["truncated"] for result in results), results[-1]["response"][-100:]
-    print(f"ok    {cut} have no EOS within {args.max_response_length} tokens; one scores {scores[-1]:.4g}: {last!r}")
-    print(f"ok    the reference answer to that one is {some[-1]['answers']!r:.100}")
+        more = reached.get(name, here[0])
+        look(len({*here}) < 2 and more > here[0], f"{name} is {here[0]:.4g} in all of them, and could be {more:.4g}")
+    cut = sum(result["truncated"] for result in results)
+    print(f"ok    {cut} of {len(results)} have no EOS within {args.max_response_length} tokens")
+    look(cut > 0.8 * len(results), "most answers would be cut off: --max-response-length, or no turn ends in an EOS")
+    print(f"ok    one scores {scores[-1]:.4g}: {results[-1]['response'][-90:]!r}; right is {some[-1]['answers']!r:.90}")
     look(len({*scores}) < 2, "all of them score alike: where the answers to a prompt do, nothing is learned")
     (nothing,) = script.compute_scores(function, tokenizer, some[:1], [script.Response([], [], False)])
     look(nothing["score"] >= max(scores) > min(scores), "an empty answer scores as much as the best of these")
@@ -248,7 +319,9 @@ def main(arguments=None):
     parser.add_argument("--no-model", action="store_true")
     run, words = parser.parse_known_args(arguments)
     run.run, run.words = run, words
-    for part in flags, paths, models, data, rewards, own_answers:  # they get what they name from those before
+    for part in flags, paths, models, data, tests, rewards, own_answers:  # they get what they name from earlier ones
+        if getattr(run, "encode_answer", None) and part is rewards:
+            break  # sft.py scores nothing
         names = inspect.signature(part).parameters
         missing = [name for name in names if not hasattr(run, name)]
         try:

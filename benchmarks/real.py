@@ -17,6 +17,7 @@ Runs evaluate `validation.jsonl` and choose `best/` by it. `test.jsonl` has othe
 """
 
 import argparse
+import importlib.util
 import random
 import re
 import shutil
@@ -58,10 +59,7 @@ def convert(file, folder):
 
     transformers.utils.logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-    except ImportError:
-        sys.exit("error: reading a GGUF file needs the package gguf: pip install -e '.[real]'")
+    tokenizer = AutoTokenizer.from_pretrained(**source)
     packed = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # save_pretrained refuses a model that was read from GGUF, so the weights go into a new one.
     config = packed.config
@@ -95,6 +93,8 @@ def check(folder):
 def get(folder):
     if folder.exists():
         sys.exit(f"error: {folder} exists")
+    if not importlib.util.find_spec("gguf"):  # before 93 MB are fetched
+        sys.exit("error: reading a GGUF file needs the package gguf: pip install -e '.[real]'")
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch, folder.name)
         convert(fetch(scratch), made)

@@ -114,7 +114,7 @@ def read_run(folder, name, tokenizer_name):
     for step, changed in resumes:
         told = ", ".join(f"{name} {values}" for name, values in changed.items())
         notes.append(f"resumed at iteration {step}. Flags changed: {told or 'none'}")
-    scored_by = {"reward", "dataset", "eval_dataset"}  # where they change, best/ starts anew
+    scored_by = {"reward", "reward_settings", "dataset", "eval_dataset"}  # where they change, best/ starts anew
     best_since = max((step for step, changed in resumes if scored_by & changed.keys()), default=0)
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
     texts = {name for name in names if any(isinstance(row.get(name), str | list | dict) for row in rows)}

@@ -94,6 +94,53 @@ def test_the_scripts_take_what_they_save(tmp_path, run, monkeypatch, rank):
     assert pairs and all(value == pytest.approx(score, abs=1e-4) and score != 0 for value, score in pairs)
 
 
+TURNS = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}END{% endfor %}"
+TEMPLATE = TURNS + "{% if add_generation_prompt %}a {% endif %}"
+TURN_ENDS = [("<eos>", "<pad>"), ("<eos>\n", "<eos>"), ("<eos>", "<eos>"), (None, "<eos>")]  # and the padding token
+
+
+@pytest.mark.parametrize("end, pad", TURN_ENDS)
+def test_a_pair_has_one_margin(tmp_path, run, monkeypatch, end, pad):
+    """In training, by the reward file, and in PPO's first batch, which has these answers; whatever ends a turn."""
+    make_model(tmp_path / "model", pad=pad)
+    (tmp_path / "t.jinja").write_text(TEMPLATE.replace("END", end or ""))
+    template = {"chat_template": f"{tmp_path}/t.jinja" if end else "none"}
+    trained = run("preferences", "rm", total_steps=9, **template)
+    margins = {"training": read_metrics(trained)[-1]["eval/margin"]}
+    monkeypatch.setenv("REWARD_MODEL", str(trained / "final"))
+    monkeypatch.delitem(sys.modules, "reward_model", raising=False)
+    algo, tokenizer = load_script(path_of("ppo_llm")), AutoTokenizer.from_pretrained(trained / "final")
+    sides = [(pair["prompt"], pair[side]) for side in ("chosen", "rejected") for pair in PAIRS]
+    chats = [[{"role": "user", "content": prompt}] for prompt, _ in sides]
+    file = load_script(FILES / "reward_model.py")
+    scores = file.reward_model(*zip(*sides), None, chats)
+    margins["file"] = sum(scores[:6]) / 6 - sum(scores[6:]) / 6
+    asked = []
+
+    def answer(model, prompts, *_):
+        """The chosen answer to a prompt that is asked for the first time, then the rejected one."""
+        found = []
+        for ids in prompts:
+            pair = next(x for x in PAIRS if x["prompt"] in tokenizer.decode(ids))
+            text = pair["rejected" if ids in asked else "chosen"]
+            asked.append(ids)
+            ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+            found.append(algo.Response(ids, [-1.0] * len(ids), False))
+        return found
+
+    monkeypatch.setattr(algo, "generate", answer)
+    monkeypatch.setattr(algo, "check_sampler", lambda *_: {"rollout/kl": 0.0})
+    flags = {"dataset": write_rows(tmp_path / "twice.jsonl", [*ROWS, *ROWS]), "answer_column": None, "lr": 0.0}
+    flags |= {"batch_size": 12, "minibatch_size": 12, "max_response_length": 8, "total_iterations": 1, "track": "none"}
+    flags |= {"output_dir": str(tmp_path), "run_name": "ppo", "model": f"{trained}/final"} | template
+    flags |= {"model": f"{tmp_path}/model", "reward": f"{FILES}/reward_model.py:reward_model"}
+    rows = read_rows(run_main(algo, flags) / "completions" / "step_000001.jsonl")
+    chosen = {pair["chosen"] for pair in PAIRS}
+    margins["PPO"] = sum((1 if row["response"] in chosen else -1) * row["score"] for row in rows) / 6
+    assert margins == pytest.approx(dict.fromkeys(margins, margins["training"]), abs=1e-4), margins
+    assert margins["training"] > 0.5
+
+
 def test_pairs_of_all_forms_are_read_alike_and_bad_rows_refused(tmp_path, run):
     """Answers with a prompt, whole texts, chats; for a reward model and for DPO."""
     preferences, tokenizer = load_script(FILES / "preferences.py"), AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -102,7 +149,7 @@ def test_pairs_of_all_forms_are_read_alike_and_bad_rows_refused(tmp_path, run):
     for form in texts | {"prompt": "q?"}, chats, {side: f"q?{text}" for side, text in texts.items()}:
         for beta in 0, 1:
             args = preferences.Args(model="", dpo_beta=beta, prompt_column="prompt" if "prompt" in form else None)
-            (row,) = preferences.read_pairs("", Dataset.from_list([form]), args, tokenizer)
+            (row,) = preferences.read_pairs("", Dataset.from_list([form]), args, tokenizer, None)
             found = [tokenizer.decode(start["input_ids"] + response.ids) for start, response in row["sides"]]
             assert found == ["q? not a<eos>", "q? not b c<eos>"]
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}

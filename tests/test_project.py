@@ -11,6 +11,7 @@ import sys
 import tokenize
 import tomllib
 from dataclasses import fields
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
@@ -158,10 +159,12 @@ def test_plot_draws_runs_and_seeds(tmp_path, monkeypatch):
     for seed in (1, 2):
         run = tmp_path / f"run{seed}"
         run.mkdir()
-        scores = {"eval/score": 0.0, "eval_part/form": 2}
+        scores = {"eval/score": 0.0, "eval_part/form": 2, "rollout/surprise_z": -1.5}
         rows = [{"step": s, "reward/mean": seed * s, "part/form": -s} | scores for s in range(5)]
         write_rows(run / "metrics.jsonl", [row | ({"group/generated": 12} if seed == 2 else {}) for row in rows])
-        (run / "args.json").write_text(json.dumps({"batch_size": 4, "group_size": 2, "lr": seed}))
+        scored = {"reward": "code/mine.py:f", "reward_settings": {"REWARD_MODEL": f"rm{seed}"}}
+        (run / "args.json").write_text(json.dumps({"batch_size": 4, "group_size": 2, "lr": seed} | scored))
+        (run / "mine.py").write_text("f = None\n")
         learning.keep_run(seeds, plot.read_run(run), "seed", seed)
     assert [row["responses"] for row in plot.read_run(run)] == [0, 24, 48, 72, 96]  # generated, not used
     curve = plot.curve(plot.read_runs(seeds), "reward/mean", "responses")
@@ -177,4 +180,8 @@ def test_plot_draws_runs_and_seeds(tmp_path, monkeypatch):
     assert panel.get_ylim()[0] < -4 and [text.get_text() for text in plt.gcf().legends[0].texts] == ["run1", "run2"]
     table = load_benchmark("compare").make_table(ROOT / "benchmarks/results", ["run1", "ppo", "run2"])
     found = [line in table for line in ("| run1 | 1 | 4 | 0.000 |", "| 32 | 2.000 |", "| lr | 1 |  | 2 |")]
-    assert found == [True] * 3 and "group_size" not in table, table
+    assert found == [True] * 3 and "group_size" not in table and "| -1.500 |" in table, table
+    assert "| reward_settings | {'REWARD_MODEL': 'rm1'} |  | {'REWARD_MODEL': 'rm2'} |" in table
+    assert "rewards differ" in table and "reward_file" not in table
+    Path("run2/mine.py").write_text("f = 1\n")  # an edited file
+    assert "| reward_file | " in load_benchmark("compare").differing_flags(["a", "b"], [Path("run1"), Path("run2")])

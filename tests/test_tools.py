@@ -1,7 +1,11 @@
-"""What serves those who change a copy: notes/variants.py, pytest's --script, compare.py --exact, check_copy.py."""
+"""What serves those who change a copy: notes/variants.py, pytest's --script, compare.py --exact, check_copy.py.
+And what serves after a run: rescore.py, ask.py.
+"""
 
+import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,7 +14,7 @@ from pathlib import Path
 import pytest
 import refresh
 import variants
-from helpers import PLACE, ROOT, write_rows
+from helpers import PLACE, ROOT, each_script, read_rows, write_rows
 from test_project import load_benchmark
 
 # ---------------------------------------------------------------------------------------------- notes/variants.py
@@ -398,3 +402,58 @@ def test_a_copy_is_checked_by_one_command(
     done = subprocess.run([sys.executable, *words, *["--shards"] * (not code)], capture_output=True, text=True)
     found = [re.search(f"(?s){line}", done.stdout) is not None for line in said]
     assert done.returncode == code and all(found), done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- after a run
+
+MINE = """
+SETTINGS = {"level": 3}
+def parts(completions, prompts, messages, completion_ids, answers, question, truncated):
+    assert all(chat[0]["content"] == q + "?!" for chat, q in zip(messages, question))
+    assert all(prompt.endswith("?!#") for prompt in prompts) and len(answers) == len(truncated)
+    return {"early": [len(ids) for ids in completion_ids], "q": [text.count("q") for text in completions]}
+def needs(responses, colour):
+    return responses
+"""
+
+
+@each_script("grpo_llm")
+def test_a_run_is_scored_again_and_asked_as_in_training(script, toy_run, tmp_path, monkeypatch, capsys):
+    """By a reward with TRL's names. A LoRA run: its model says what it said in the evaluation, its base something."""
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}#")
+    (tmp_path / "old_and_new.py").write_text(MINE)
+    flags = {"chat_template": f"{tmp_path}/t.jinja", "prompt_suffix": "?!", "eval_rows": 3, "lora_rank": 2, "lr": 0.1}
+    run_dir, _ = toy_run(**flags)
+
+    def call(tool, *words):
+        monkeypatch.setattr(sys, "argv", [tool, *map(str, words)])
+        monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+        try:
+            runpy.run_path(str(ROOT / "benchmarks" / tool), run_name="__main__")
+        except SystemExit as leaving:
+            return str(leaving.code)
+        return capsys.readouterr().out
+
+    said = call("rescore.py", run_dir, f"{tmp_path}/old_and_new.py:parts")
+    rows = read_rows(run_dir / "completions" / "step_000001.jsonl")
+    old, early = (sum(row[name] for row in rows) / len(rows) for name in ("score", "length"))
+    q = sum(row["response"].count("q") for row in rows) / len(rows)
+    moved = f"score {old:.3f} -> {early + q:.3f}, early none -> {early:.3f}, q none -> {q:.3f}"
+    assert "old_and_new.py:parts {'level': 3}" in said and f"step_000001, 8 answers: {moved}" in said
+    assert said.count("the reference answer is") == 5 and said.count("eval_sampled_") >= 2
+    assert "needs ['colour']; the completions have the columns ['question'" in call(
+        "rescore.py", run_dir, f"{tmp_path}/old_and_new.py:needs"
+    )
+    assert "is no run folder" in call("rescore.py", tmp_path, "gsm8k")
+    base = flags_of(run_dir)["model"]
+    for row in read_rows(run_dir / "completions" / "eval_000002.jsonl"):
+        base_said, said = call("ask.py", base, run_dir, row["row"]["question"]).split(f"--- {run_dir}/final")
+        cut = " ... (cut off)" * row["truncated"]
+        assert (
+            said == f", asked {row['prompt']!r}\n{row['response']}{cut}\n" and f"asked {row['prompt']!r}" in base_said
+        )
+    assert "has no args.json" in call("ask.py", base, "why?")
+
+
+def flags_of(run_dir):
+    return json.loads((run_dir / "args.json").read_text())

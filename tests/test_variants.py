@@ -255,28 +255,39 @@ def test_rank_prefers_short_right_answers_of_a_group():
 
 
 def test_http_judge_grades_or_says_why_not(monkeypatch, capsys):
-    """By a server that knows some answers, says junk, is too slow, and then is down."""
-    says = {"one": "7", "two": " Grade: 10\n", "junk": "7 or 8", "none": None}
+    """By a server that knows some answers, thinks, says junk, is too slow, has an error, and then is down."""
+    says = {"one": "7", "two": "<think>1 or 2?</think> Grade: 10\n", "junk": "7 or 8", "none": None}
 
     class Server(BaseHTTPRequestHandler):
         def do_POST(self):
             (message,) = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
             time.sleep(1.5 if message["content"] == "slow {}" else 0)
-            self.send_response(200)
+            self.send_response(500 if message["content"] == "large" else 200)
             self.end_headers()
             reply = {"choices": [{"message": {"content": says.get(message["content"], "11")}}]}
-            self.wfile.write(json.dumps(reply).encode())
+            self.wfile.write(b"CUDA out of memory" if message["content"] == "large" else json.dumps(reply).encode())
 
     server = ThreadingHTTPServer(("localhost", 0), Server)
     server.daemon_threads = False  # `server_close` waits for the slow one
     threading.Thread(target=server.serve_forever, daemon=True).start()
     values = {"URL": f"http://localhost:{server.server_port}/v1", "RUBRIC": "{response}", "SECONDS": "1", "TRIES": "1"}
-    for name, value in values.items():
-        monkeypatch.setenv(f"JUDGE_{name}", value)
-    judge = load_script(FILES / "http_judge.py").http_judge
+    for wrong, said in (
+        ({"RUBRIC": '{"grade": 1}'}, "double its other braces"),
+        ({"URL": ""}, "say where the judge is"),
+        ({}, ""),
+    ):
+        monkeypatch.delitem(sys.modules, "http_judge", raising=False)
+        for name, value in (values | wrong).items():
+            monkeypatch.setenv(f"JUDGE_{name}", value)
+        if said:
+            assert said in refusal(lambda: load_script(FILES / "http_judge.py"))
+    judge, settings = load_script(FILES / "http_judge.py").http_judge, sys.modules["http_judge"].SETTINGS
+    assert settings["JUDGE_URL"] == values["URL"] and "JUDGE_KEY" not in settings
     found = judge("aaabbc", ["one", "two", "junk", "one", "none", "slow {}"], "123456")
-    assert found == pytest.approx([0.7, 1, 0.85, 0.7, 0.7, 0.8])
+    assert found["graded"] == [0.7, 1, 0, 0.7, 0, 0] and found["missed"] == pytest.approx([0, 0, 0.85, 0, 0.7, 0.8])
     assert "graded 3 of 6 responses; instead of a grade: 'TimeoutError: timed out'" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match=r"graded 0 of 1 .*'HTTP 500: CUDA out of memory'"):
+        judge("a", ["large"], "a")
     server.shutdown()
     server.server_close()
     with pytest.raises(RuntimeError, match=r"graded 0 of 40 .*Connection refused"):

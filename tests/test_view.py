@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+from unittest import mock
 
 import pytest
 from helpers import TINY, each_script, write_rows
@@ -184,14 +185,17 @@ def test_tokens_that_share_a_character_have_its_text_once():
 
 
 @each_script("ppo_llm")
-def test_a_resume_is_marked_with_what_it_changed(script, toy_run, toy_data, show):
+def test_a_resume_is_marked_with_what_it_changed(script, toy_run, toy_data, request, capsys):
     run_dir, _ = toy_run(save_every=1, track="tensorboard", run_name="run")
     changes = {"total_iterations": 4, "eval_dataset": toy_data, "batch_size": 16}
     toy_run(save_every=1, track="tensorboard", run_name="run", resume=True, **changes)
     ((step, changed),) = view.read_resumes(run_dir)
     assert step == 3 and changed.keys() == changes.keys() and changed["total_iterations"] == "2 to 4"
     assert view.read_run(run_dir, "run", None)["best_since"] == 3  # best/ starts anew with other test data
+    plot, (axis,) = load_benchmark("plot"), [mock.Mock()]
+    plot.mark_resumes([run_dir], [axis])
+    assert axis.axvline.call_args.args == (3,) and "batch_size 8 to 16" in capsys.readouterr().out
     assert [row["responses"] for row in load_benchmark("plot").read_run(run_dir)] == [0, 8, 16, 32, 48]
-    page = show(run_dir)
+    page = request.getfixturevalue("show")(run_dir)  # skips what follows without a browser
     assert page.locator("#notes").inner_text().startswith("run: resumed at iteration 3. Flags changed: ")
     assert page.locator(".panel .resume").count() > 5

@@ -7,9 +7,10 @@ Group: the stages before PPO
 
     P(chosen is better) = sigmoid(r_chosen - r_rejected),  loss = mean over pairs of -log of it
 
-In a reward model, r is what a linear layer `score` makes of the last token of the text, as reward_model.py reads it. In
-a critic, this is the value of the state in which only the EOS is left to write. In DPO (2305.18290), r is beta times
-the log-ratio of policy and reference, summed over the answer; prompt and answer are cut into tokens as in sft.py.
+In a reward model, r is what a linear layer `score` makes of the last token of the text that isn't the padding token, as
+reward_model.py reads it. In a critic, this is the value of the state after that token. In DPO (2305.18290), r is beta
+times the log-ratio of policy and reference, summed over the answer; prompt and answer are cut into tokens as in sft.py.
+Before and after training, the run prints what the model makes of three test pairs: the scores, or its own answers.
 
 A pair has columns `chosen` and `rejected`: chats that differ in their last message; answers, with --prompt-column; or
 texts that begin with the same prompt. The rest is as in sft.py.
@@ -25,7 +26,7 @@ import torch
 import tyro
 from datasets import Dataset
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where ppo_llm.py is
 import ppo_llm
@@ -64,8 +65,9 @@ def main(args):
     if args.chat_template:  # saved with the model, so reward_model.py will read the same texts
         tokenizer.chat_template = None if args.chat_template == "none" else Path(args.chat_template).read_text()
     train_table, test_table = ppo_llm.read_data(args)
-    train_rows = read_pairs(args.dataset, train_table, args, tokenizer)[: args.train_rows or None]
-    test_rows = read_pairs(args.eval_dataset or args.dataset, test_table, args, tokenizer)[: args.eval_rows]
+    pad = AutoConfig.from_pretrained(args.model).get_text_config().pad_token_id
+    train_rows = read_pairs(args.dataset, train_table, args, tokenizer, pad)[: args.train_rows or None]
+    test_rows = read_pairs(args.eval_dataset or args.dataset, test_table, args, tokenizer, pad)[: args.eval_rows]
 
     if args.dpo_beta:
         model_class = AutoModelForCausalLM
@@ -122,7 +124,18 @@ def main(args):
             "eval/score_std": ppo_llm.global_std(scores),  # the scale that it has learned
         }
 
+    def show():
+        if args.dpo_beta:
+            sft.show_answers(model, tokenizer, test_rows or train_rows, args, accelerator)
+        for row in [] if args.dpo_beta else (test_rows or train_rows)[:3]:
+            tokens, mask, microbatches = to_pairs([row])
+            with torch.no_grad():
+                scores = [r.item() for mb in microbatches for r in score(tokens[mb], mask[mb])]
+            texts = [f"{r:.3g} for {row[name][-100:]!r}" for r, name in zip(scores, ("chosen", "rejected"))]
+            accelerator.print(f"  {row['prompts'][-60:]!r}: {' and '.join(texts)}")
+
     sft.report(0, evaluate(), run_dir, accelerator)
+    show()
     for step in range(1, args.total_steps + 1):
         rows = ppo_llm.draw_prompts(train_rows, (step - 1) * args.batch_size, args.batch_size, args.seed)
         tokens, mask, microbatches = to_pairs(rows[rank::world_size])
@@ -136,11 +149,12 @@ def main(args):
         if step == args.total_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate()
         sft.report(step, metrics, run_dir, accelerator)
+    show()
     sft.save(run_dir, model, model_class, tokenizer, args, accelerator)
     return run_dir
 
 
-def read_pairs(source, table, args, tokenizer):
+def read_pairs(source, table, args, tokenizer, pad):
     """Rows as load_prompts makes them, with `sides`: of chosen and of rejected, a row and a Response for to_batch."""
     if table is None:
         return []
@@ -172,6 +186,8 @@ def read_pairs(source, table, args, tokenizer):
                 if tokenizer.chat_template:
                     whole = tokenizer.apply_chat_template(chat, tokenize=False)
                 ids = tokenizer(whole, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+                while ids[-1:] == [pad]:  # transformers' classifiers pass over it, also where it is the EOS
+                    ids.pop()
                 side = {"input_ids": ids}, ppo_llm.Response([tokenizer.eos_token_id], [0.0], False)
             row["sides"].append(side)
     return rows

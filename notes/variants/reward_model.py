@@ -5,6 +5,8 @@ Group: the reward, as a file
 
 The classifier reads the prompt's messages and the response as a chat through the template of its own tokenizer or, if
 that has none, prompt and response as one text. The score is the raw logit, so choose the KL coefficient for its scale.
+transformers takes it from the last token that isn't the padding token, even where the text ends in that. The run keeps
+SETTINGS in args.json.
 REWARD_BATCH (default: 16) rows of similar length are read together; a classifier whose configuration names no padding
 token reads row by row. Every process has a copy in float32 on its device; on a GPU, everything but the head computes in
 bfloat16. If your data has no reference answers, pass --answer-column None.
@@ -13,12 +15,16 @@ bfloat16. If your data has no reference answers, pass --answer-column None.
 import functools
 import math
 import os
+import sys
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-NAME = os.environ["REWARD_MODEL"]
+NAME = os.environ.get("REWARD_MODEL")
+SETTINGS = {"REWARD_MODEL": NAME}
+if not NAME:
+    sys.exit("error: say which model scores: REWARD_MODEL=FOLDER_OR_HUB_ID in front of the command")
 
 
 @functools.cache

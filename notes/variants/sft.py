@@ -9,7 +9,8 @@ Group: the stages before PPO
 
 A row is a prompt and an answer. Prompts are read by the scripts' `load_prompts`, with the flags of the scripts, so the
 next stage will show the model the same tokens. An answer stands in the batch as if the policy had sampled it: `mask`
-marks its tokens and the EOS, and nothing else is learned. The learning rate falls linearly to 0.
+marks its tokens and the EOS, and nothing else is learned. The learning rate falls linearly to 0. Before and after
+training, the run prints greedy answers to three test prompts.
 """
 
 import math
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -103,6 +105,7 @@ def main(args):
         return {"eval/loss": ppo_llm.global_mean(-logprobs, mask)}
 
     report(0, evaluate(), run_dir, accelerator)
+    show_answers(model, tokenizer, test_rows or train_rows, args, accelerator)
     for step in range(1, args.total_steps + 1):
         rows = ppo_llm.draw_prompts(train_rows, (step - 1) * args.batch_size, args.batch_size, args.seed)
         rows = rows[rank::world_size]
@@ -118,6 +121,7 @@ def main(args):
         if step == args.total_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate()
         report(step, metrics, run_dir, accelerator)
+    show_answers(model, tokenizer, test_rows or train_rows, args, accelerator)
     save(run_dir, model, AutoModelForCausalLM, tokenizer, args, accelerator)
     return run_dir
 
@@ -154,6 +158,18 @@ def take_step(model, optimizer, step, args):
 def report(step, metrics, run_dir, accelerator):
     accelerator.print(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
     ppo_llm.log(step, metrics, run_dir, accelerator)
+
+
+def show_answers(model, tokenizer, rows, args, accelerator):
+    """Prints how the model answers three prompts, greedily: the first hundred tokens."""
+    if accelerator.is_main_process:
+        width = min(100, args.max_response_length)
+        noise = torch.zeros(len(rows[:3]), width, dtype=torch.float64, device=accelerator.device)
+        eos_ids = ppo_llm.collect_eos_ids(model, tokenizer)
+        with accelerator.autocast():
+            answers = ppo_llm.generate(model, [row["input_ids"] for row in rows[:3]], noise, eos_ids, 0)
+        for row, answer in zip(rows, answers):
+            print(f"  {row['prompts'][-60:]!r}: it says {tokenizer.decode(answer.ids)[:200]!r}")
 
 
 def save(run_dir, model, model_class, tokenizer, args, accelerator):
