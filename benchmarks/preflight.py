@@ -305,13 +305,11 @@ def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, 
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         passed, expected = [script.Policy(x, args.temperature)(tokens, mask) for x in (ours.train(), plain)]  # (3,B,L)
-    inexact = script.kl_penalty(sampled, passed[0], "k3")[mask].mean()  # the scripts' limit, in float32
+    kl, _, z = script.check_sampler(sampled, *passed, mask, 1e-5, 0).values()  # refuses what the scripts would
     changed = ((passed[0] - expected[0]) * mask).abs().max()
-    z = script.check_sampler(sampled, *passed, mask, float("inf"), 0)["rollout/surprise_z"]
     look(abs(z) > 5, f"the surprise of these answers is {z:.1f} standard errors from 0: are they the policy's? (6.7)")
-    stop(not inexact <= 1e-5, f"sampler and training pass have a KL of {inexact:.2}: the run will be refused")
     stop(not changed <= 0.01, f"log-probs differ by {changed:.2} from those of {model} loaded without the script")
-    print(f"ok    KL from the sampler, float32: {inexact:.0e}, surprise {z:.1f}; {changed:.0e} from plain log-probs")
+    print(f"ok    KL from the sampler, float32: {kl:.0e}, surprise {z:.1f}; {changed:.0e} from plain log-probs")
 
 
 def main(arguments=None):
