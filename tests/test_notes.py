@@ -74,9 +74,9 @@ def test_every_picture_is_drawn_by_a_script_and_shown():
 
 
 def test_numbers_are_those_of_their_files():
-    """95.0%<!-- ppo.csv eval/score_sampled 20 --> is a mean over runs, two numbers are the lowest and the highest."""
+    """95.0%<!-- ppo.csv eval/score_sampled 20 --> is a mean over runs, two numbers the lowest and the highest (as in watch.md)."""
     text = "".join(path.read_text() for path in PAGES)
-    for metric, *ranges in re.findall(r"(?m)^\| `(\w+/(?!kl`|surprise)\w+)` \| (\S+…\S+) \| (\S*) \|", text):  # watch.md
+    for metric, *ranges in re.findall(r"(?m)^\| `(\w+/(?!kl`|surprise)\w+)` \| (\S+…\S+) \| (\S*) \|", text):
         text += "".join(f"{x}<!-- {file} {metric} -->" for x, file in zip(ranges, ("ppo.csv", "grpo.csv")) if x)
     found = re.findall(rf"{NUMBER}(?:(?:\sto\s|…){NUMBER})?(%?)<!--\s(\S+\.csv)\s(\S+)\s?(\d*)\s-->", text)
     for *shown, percent, file, metric, step in found:
