@@ -74,7 +74,7 @@ def test_every_picture_is_drawn_by_a_script_and_shown():
 
 
 def test_numbers_are_those_of_their_files():
-    """95.0%<!-- ppo.csv eval/score_sampled 20 --> is a mean over runs, two the lowest and the highest (as in watch.md)."""
+    """95.0%<!-- ppo.csv eval/score_sampled 20 --> is a mean over runs, two numbers are the lowest and the highest."""
     text = "".join(path.read_text() for path in PAGES)
     for metric, *ranges in re.findall(r"(?m)^\| `(\w+/(?!kl`|surprise)\w+)` \| (\S+…\S+) \| (\S*) \|", text):
         text += "".join(f"{x}<!-- {file} {metric} -->" for x, file in zip(ranges, ("ppo.csv", "grpo.csv")) if x)
