@@ -190,7 +190,7 @@ def data(run, args, script, processes, model, shell, tokenizer, templated, befor
     stop(highest >= size, f"a prompt has the token {highest}, but {model} has {size} embeddings")
     sizes = args, shell.config.get_text_config(), shell.num_parameters(), longest, processes
     peak = None if run.encode_answer else of_run(*sizes)  # None, too, for models unlike Qwen2 or Qwen3-MoE
-    print(f"ok    {f'about {peak:.1f}' if peak else 'no forecast of the'} GiB of memory a process (notes, chapter 14)")
+    print(f"ok    {f'about {peak:.1f}' if peak else 'no forecast of the'} GiB of memory a process (notes/run/speed.md)")
     look(len(tokenizer) > size, f"{len(tokenizer)} tokens, but {size} embeddings: the others must not occur")
     file = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     original = Tokenizer.from_file(file) if file else tokenizer.backend_tokenizer

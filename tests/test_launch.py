@@ -69,10 +69,10 @@ def test_the_run_folder_is_complete(script, launched):
 
 
 @each_script()
-def test_the_metrics_are_those_of_section_9_2_and_on_tensorboard(script, launched):
-    """A new metric gets a row in the table of notes/09-debugging.md, and stands nowhere else."""
+def test_the_metrics_are_those_of_the_table_and_on_tensorboard(script, launched):
+    """A new metric gets a row in the table of notes/run/watch.md, and stands nowhere else."""
     run_dir, _ = launched
-    section = re.search(r"(?s)\n## 9\.2 (.*?)\n## ", (ROOT / "notes" / "09-debugging.md").read_text())[1]
+    section = re.search(r"(?s)\n## Every metric (.*?)\n## ", (ROOT / "notes" / "run" / "watch.md").read_text())[1]
     named = set(re.findall(r"(?m)^\| `(\w+/\w+)` \|", section)) | {"time/rollout", "time/iteration", "memory/peak_gib"}
     foreign = "critic/" if script.stem == "grpo_llm" else "group/"
     names = {name for name in named if not name.startswith(foreign)}

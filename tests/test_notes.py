@@ -76,7 +76,7 @@ def test_every_picture_is_drawn_by_a_script_and_shown():
 def test_numbers_are_those_of_their_files():
     """95.0%<!-- ppo.csv eval/score_sampled 20 --> is a mean over runs, two numbers are the lowest and the highest."""
     text = "".join(path.read_text() for path in PAGES)
-    for metric, *ranges in re.findall(r"(?m)^\| `(\w+/(?!kl`|surprise)\w+)` \| (\S+…\S+) \| (\S*) \|", text):  # in 9.2
+    for metric, *ranges in re.findall(r"(?m)^\| `(\w+/(?!kl`|surprise)\w+)` \| (\S+…\S+) \| (\S*) \|", text):
         text += "".join(f"{x}<!-- {file} {metric} -->" for x, file in zip(ranges, ("ppo.csv", "grpo.csv")) if x)
     found = re.findall(rf"{NUMBER}(?:(?:\sto\s|…){NUMBER})?(%?)<!--\s(\S+\.csv)\s(\S+)\s?(\d*)\s-->", text)
     for *shown, percent, file, metric, step in found:

@@ -45,10 +45,10 @@ def test_links_resolve_formulas_are_mathml_and_nothing_is_loaded_from_the_networ
 
 
 @pytest.mark.slow
-def test_five_tabs_and_chapters_before_variants_and_results_in_the_search(site):
+def test_six_tabs_and_chapters_before_variants_and_results_in_the_search(site):
     pages, folder = site
     tabs = re.findall(r'class="md-tabs__link">\s*(\w+)', pages["index.html"])
-    assert tabs == ["Learn", "Run", "Scripts", "Change", "Results"]
+    assert tabs == ["Learn", "Run", "Scripts", "Change", "Background", "Results"]
     differences = re.sub("<[^>]*>", "", pages["differences.html"])
     assert "def constant_groups" in differences and "def shard" in differences
     assert pages["variant-gspo.html"].count('href="variant-') >= len(list((ROOT / "notes/variants").glob("*.patch")))

@@ -294,12 +294,12 @@ def test_a_page_that_cannot_follow_is_named_and_the_others_do(monkeypatch, tmp_p
     monkeypatch.setattr(refresh, "ROOT", tmp_path)
     monkeypatch.setattr(refresh, "NOTES", tmp_path / "notes")
     assert refresh.contents()[1] == [] and refresh.still_named(texts, texts) == []
-    text = texts[1].replace("results", "outcomes").replace("kl_penalty", "kl_price")
+    text = texts[1].replace("bounded", "limited").replace("kl_penalty", "kl_price")
     text = text.replace("responses per", "answers per")  # in a flag's comment
     (tmp_path / "grpo_llm.py").write_text(text)
     pages, wrong = refresh.contents()
     (said,) = wrong
-    assert re.match(r"README.md is left as it is: the loop of grpo_llm.py has no line .* 'results'", said)
+    assert re.match(r"README.md is left as it is: the loop of grpo_llm.py has no line .* 'bounded'", said)
     assert "| answers per prompt |" in pages[tmp_path / "notes" / "run" / "flags.md"]
     (tmp_path / "notes" / "04-kl.md").write_text("One.\nThe function `kl_penalty(x)` and `sample`.\n")
     assert "notes/04-kl.md, line 2: `kl_penalty`" in refresh.still_named(texts[1:2], [text])
