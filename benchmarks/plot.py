@@ -5,9 +5,10 @@
     python benchmarks/plot.py benchmarks/results/{ppo,grpo}.csv --metrics reward/mean eval/score_sampled --x responses
 
 Every argument is one line in each panel: a run folder (or its metrics.jsonl), a folder of run folders, or a csv of
-several seeds as benchmarks/learning.py writes it. Several runs are drawn as their mean, with a band from the lowest to
-the highest. If the reward has parts, each has a panel. With --metrics there is one row of panels for each metric, and
-one column for each --x: iterations, sampled responses or seconds.
+several seeds as benchmarks/learning.py writes it; or FILE.csv:NAME, its rows that have this name in the column `row`.
+Several runs are drawn as their mean, with a band from the lowest to the highest. If the reward has parts, each has a
+panel. With --metrics there is one row of panels for each metric, and one column for each --x: iterations, sampled
+responses or seconds.
 """
 
 import argparse
@@ -60,7 +61,10 @@ def read_run(folder):
 
 def read_table(path):
     """{seed: rows of its run} of a csv with a column `seed`; or its column `run`, which then names them."""
-    rows = read_csv(path)
+    path, _, wanted = str(path).partition(":")
+    rows = [row for row in read_csv(path) if row.pop("row", "") == wanted]
+    if not rows:
+        sys.exit(f"error: {path} has no row {wanted!r}")
     name = "run" if "run" in rows[0] else "seed"
     runs = grouped(rows, name)
     return {
@@ -71,9 +75,10 @@ def read_table(path):
 
 def read_runs(path):
     """The runs behind one argument: a list of [{"step": .., metric: ..}, ...]. Exits when there are none."""
-    path = Path(path)
-    if path.suffix == ".csv" and path.is_file():
+    file = Path(str(path).partition(":")[0])
+    if file.suffix == ".csv" and file.is_file():
         return [*read_table(path).values()]
+    path = Path(path)
     if path.name == "metrics.jsonl":
         path = path.parent
     folders = [file.parent for file in sorted([*path.glob("metrics.jsonl"), *path.glob("*/metrics.jsonl")])]
@@ -106,7 +111,7 @@ def draw(axis, groups, metrics, x="step"):
 
 def name_runs(paths):
     """A name for each: the last part of its path, or the whole path where two would be called the same."""
-    names = [Path(path).resolve().name.removesuffix(".csv") for path in paths]
+    names = [Path(path).resolve().name.rpartition(".csv:")[2].removesuffix(".csv") for path in paths]
     return [path if names.count(name) > 1 else name for path, name in zip(paths, names)]
 
 

@@ -4,7 +4,7 @@
     python benchmarks/campaigns/pieces.py base lambda-0 --seeds 1             only these
 
 Each row is flags, or another line in the loop. The script is process_reward.patch's, with a reward for each line of an
-answer, or grpo_llm.py. A run has one thread, and its `time/iteration` is processor time. The metrics go to
+answer, or grpo_llm.py. A run has one thread, and its seconds are processor time. The metrics go to
 benchmarks/results/pieces/pieces.csv with four significant digits; runs that are there are not repeated. At the end, a
 table has the means of all seeds and their range: `half` of iterations 16 to 20, the others of the last five.
 """
@@ -54,7 +54,7 @@ ROWS = {  # name: (flags, {lines of the loop: what stands there instead})
     "grpo-16": (f"{GRPO} --batch-size 3 --group-size 16", {}),
 }
 METRICS = """reward/mean part/right part/unread actor/clipfrac actor/approx_kl actor/ratio_mean actor/entropy kl/mean
-    critic/explained_variance time/iteration"""
+    critic/explained_variance responses time/elapsed"""
 
 
 def train(name, seed, folder):
@@ -104,8 +104,8 @@ def main():
         for metric, first in ("part/right", 16), ("part/right", 36), ("part/unread", 36), ("reward/mean", 36):
             runs = grouped([row for row in rows if first <= int(row["step"]) < first + 5], "seed").values()
             line.append(spread([sum(float(row[metric]) for row in run) / 5 for run in runs], 1))
-        lines.append([*line, spread([float(row["time/iteration"]) for row in rows], 2)])
-    print(markdown(["row", "seeds", "right, half", "right", "unread", "score", "s an iteration"], lines))
+        lines.append([*line, spread([float(row["time/elapsed"]) for row in rows if row["step"] == "40"], 0)])
+    print(markdown(["row", "seeds", "right, half", "right", "unread", "score", "seconds"], lines))
 
 
 if __name__ == "__main__":
