@@ -1,26 +1,26 @@
 """What does each piece of PPO do? Copies of ppo_llm.py in which one is left out, on the task `lines` of tasks.py.
 
-    python benchmarks/campaigns/pieces.py --seeds 1 2 3 4 5                   all rows, one run at a time
-    python benchmarks/campaigns/pieces.py base lambda-0 --seeds 1             only these
+    python benchmarks/campaigns/pieces.py                                     three seeds of all rows, one run at a time
+    python benchmarks/campaigns/pieces.py base lambda-0 --seeds 1 2 3 4 5     only these
 
-Each row is flags, or another line in the loop. The script is process_reward.patch's, with a reward for each line of an
-answer, or grpo_llm.py. A run has one thread, and its seconds are processor time. The metrics go to
-benchmarks/results/pieces/pieces.csv with four significant digits; runs that are there are not repeated. At the end, a
-table has the means of all seeds and their range: `half` of iterations 16 to 20, the others of the last five.
+A row is flags, or another line in the loop, of process_reward.patch's script, with a reward for each line of an answer,
+or of grpo_llm.py. A run has one thread, and its seconds are processor time. The metrics go to
+benchmarks/results/pieces/pieces.csv; runs that are there are not repeated. At the end, a table has the means over seeds
+and their range: `half` of iterations 16 to 20, the others of the last five.
 """
 
 import argparse
 import multiprocessing
 import sys
 import tempfile
-import types
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import plot
+import symptoms
 import tasks
 import torch
-from common import RESULTS, ROOT, grouped, markdown, read_csv, spread, variants, write_csv
+from common import RESULTS, ROOT, find_script, grouped, markdown, read_csv, spread, write_csv
 
 CSV = RESULTS / "pieces" / "pieces.csv"
 FLAGS = """--total-iterations 40 --batch-size 48 --minibatch-size 16 --max-response-length 60 --lr 1e-3 --ppo-epochs 4
@@ -30,7 +30,10 @@ GRPO = "--kl-reward-coef 0.3 --kl-loss-coef 0"
 WHITEN = "masked_whiten(raw_advantages, mask)"
 WHOLE = "torch.where(mask, rewards.sum(1, keepdim=True), 0)"  # the score of a response for each of its tokens
 HUNDRED = {"        # GAE (1506": "        rewards = 100 * rewards\n        # GAE (1506"}
-LATE = "mb_logprobs, mb_entropy, _ = policy(tokens[mb], mask[mb].roll(1, 1), False).roll(-1, 2)"
+LOGPROBS = {"policy(tokens[mb], mask[mb], args.entropy": "policy(tokens[mb], mask[mb].roll(1, 1)).roll(-1, 2)  # "}
+VALUES = {"(critic, minibatches, tokens, mask)": "(critic, minibatches, tokens, mask.roll(1, 1)).roll(-1, 1)"}
+VALUES["critic(tokens[mb], mask[mb])"] = "critic(tokens[mb], mask[mb].roll(1, 1)).roll(-1, 1)"
+EOS = "        mask = mask & (tokens.roll(-1, 1) != tokenizer.eos_token_id)\n        # 6."  # it is not trained
 ROWS = {  # name: (flags, {lines of the loop: what stands there instead})
     "base": (PPO, {}),
     "no-baseline": (f"{PPO} --critic-lr 0", {WHITEN: WHOLE}),
@@ -43,8 +46,11 @@ ROWS = {  # name: (flags, {lines of the loop: what stands there instead})
     "lambda-0": (f"{PPO} --lam 0", {}),
     "hundredfold": (PPO, HUNDRED),
     "hundredfold-raw": (PPO, HUNDRED | {WHITEN: "raw_advantages"}),
-    "shift": (PPO, {"mb_logprobs, mb_entropy, _ = policy(tokens[mb], mask[mb], args.entropy_coef != 0)": LATE}),
+    "shift": (PPO, LOGPROBS),
+    "shift-values": (PPO, VALUES),
+    "no-eos": (PPO, {"        # 6.": EOS}),
     "score-at-end": (f"{PPO} --reward {ROOT}/benchmarks/tasks.py:lines_summed", {}),
+    "score-at-end-lambda-1": (f"{PPO} --lam 1 --reward {ROOT}/benchmarks/tasks.py:lines_summed", {}),
     "kl-reward-0.1": (f"{PPO} --kl-reward-coef 0.1", {}),
     "kl-loss-0.03": (f"{PPO} --kl-reward-coef 0 --kl-loss-coef 0.03", {}),
     "kl-loss-0.1": (f"{PPO} --kl-reward-coef 0 --kl-loss-coef 0.1", {}),
@@ -59,21 +65,13 @@ METRICS = """reward/mean part/right part/unread actor/clipfrac actor/approx_kl a
 
 def train(name, seed, folder):
     """A run of this row's copy, in a process of its own."""
-    flags, edits = ROWS[name]
-    script, reward = "grpo_llm.py", "lines_summed"
-    text = (ROOT / script).read_text()
-    if not name.startswith("grpo"):
-        script, reward, text = "process_reward_llm.py", "lines", variants.patched("process_reward")
-    for line, other in ({"perf_counter": "process_time"} | edits).items():
-        assert line in text, f"{script} has no {line!r} (any more)"
-        text = text.replace(line, other)
-    (folder / script).write_text(text)
     torch.set_num_threads(1)
-    copy = types.ModuleType(script[:-3])
-    copy.__file__, sys.modules[copy.__name__] = str(folder / script), copy
-    exec(compile(text, script, "exec"), vars(copy))
+    flags, edits = ROWS[name]
+    grpo = name.startswith("grpo")
+    script = find_script("grpo_llm" if grpo else "process_reward_llm", folder)
+    copy = symptoms.edited(str(script)[:-3], {"perf_counter": "process_time"} | edits)
     data = f"--model {folder}/model --dataset {folder}/train.jsonl --eval-dataset {folder}/test.jsonl"
-    data += f" --reward {ROOT}/benchmarks/tasks.py:{reward}"
+    data += f" --reward {ROOT}/benchmarks/tasks.py:{'lines_summed' if grpo else 'lines'}"
     sys.argv[1:] = f"{data} {FLAGS} {flags} --seed {seed} --output-dir {folder} --run-name {name}-{seed}".split()
     copy.main(copy.parse_args())
 
