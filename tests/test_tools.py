@@ -377,3 +377,17 @@ def test_a_copy_is_checked_by_one_command(
     done = subprocess.run([sys.executable, *words, *["--shards"] * (not code)], capture_output=True, text=True)
     found = [re.search(f"(?s){line}", done.stdout) is not None for line in said]
     assert done.returncode == code and all(found), done.stdout + done.stderr
+
+
+# ------------------------------------------------------------------------------------------ the task `lines`, pieces.py
+
+
+def test_pieces_and_the_grader_of_their_task():
+    """Each line that a row changes is one line of the script. The flaw of the grader is part of the task."""
+    pieces, tasks = load_benchmark("pieces"), load_benchmark("tasks")
+    for _, edits in pieces.ROWS.values():
+        for line in edits:
+            assert variants.patched("process_reward").count(line) == 1, line
+    graded = tasks.lines(["24"], ["680?579345"], [""])  # from 4 by twos; two digits are no line
+    assert graded == {"line": [[(4, 1), (8, 1)]], "right": [[(4, 3), (8, 2)]], "unread": [[(4, 1), (8, 1)]]}
+    assert tasks.lines_summed(["24"], ["680?579345"], [""]) == {"line": [2], "right": [5], "unread": [2]}
