@@ -154,7 +154,7 @@ def main():
             axis.set_axis_off()
     labels = [f"{name} ({len(runs)} seeds)" if len(runs) > 1 else name for name, runs in groups]
     lines = [plt.Line2D([], [], color=f"C{i}", label=label) for i, label in enumerate(labels)]
-    figure.legend(handles=lines, loc="outside lower center", ncols=4, fontsize=9)
+    figure.legend(handles=lines, loc="outside lower center", ncols=min(4, int(figure.get_figwidth() / 2)), fontsize=9)
     figure.suptitle(args.title)
     figure.savefig(args.output, dpi=100)
     print(f"wrote {args.output}")
