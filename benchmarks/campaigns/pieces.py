@@ -11,6 +11,7 @@ and their range: `half` of iterations 16 to 20, the others of the last five.
 
 import argparse
 import multiprocessing
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -83,6 +84,7 @@ def main():
     args = parser.parse_args()
     found = read_csv(CSV) if CSV.exists() else []
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["OMP_NUM_THREADS"] = "1"  # with two, tasks.py would round otherwise and make another model
         tasks.make_lines(Path(folder))
         for seed in args.seeds:
             for name in args.rows or ROWS:
