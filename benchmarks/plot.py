@@ -5,10 +5,11 @@
     python benchmarks/plot.py benchmarks/results/{ppo,grpo}.csv --metrics reward/mean eval/score_sampled --x responses
 
 Every argument is one line in each panel: a run folder (or its metrics.jsonl), a folder of run folders, or a csv of
-several seeds as benchmarks/learning.py writes it. Several runs are drawn as their mean, with a band from the lowest to
-the highest. If the reward has parts, each has a panel. A dotted line marks where a run was resumed with other flags,
-which are printed (TensorBoard's files know them). With --metrics there is one row of panels for each metric, and
-one column for each --x: iterations, sampled responses or seconds.
+several seeds as benchmarks/learning.py writes it; or FILE.csv:NAME, its rows that have this name in the column `row`.
+Several runs are drawn as their mean, with a band from the lowest to the highest. If the reward has parts, each has a
+panel. A dotted line marks where a run was resumed with other flags, which are printed (TensorBoard's files know them).
+With --metrics there is one row of panels for each metric, and one column for each --x: iterations, sampled responses or
+seconds.
 """
 
 import argparse
@@ -62,7 +63,10 @@ def read_run(folder):
 
 def read_table(path):
     """{seed: rows of its run} of a csv with a column `seed`; or its column `run`, which then names them."""
-    rows = read_csv(path)
+    path, _, wanted = str(path).partition(":")
+    rows = [row for row in read_csv(path) if row.pop("row", "") == wanted]
+    if not rows:
+        sys.exit(f"error: {path} has no row {wanted!r}")
     name = "run" if "run" in rows[0] else "seed"
     runs = grouped(rows, name)
     return {
@@ -73,9 +77,10 @@ def read_table(path):
 
 def read_runs(path):
     """The runs behind one argument: a list of [{"step": .., metric: ..}, ...]. Exits when there are none."""
-    path = Path(path)
-    if path.suffix == ".csv" and path.is_file():
+    file = Path(str(path).partition(":")[0])
+    if file.suffix == ".csv" and file.is_file():
         return [*read_table(path).values()]
+    path = Path(path)
     if path.name == "metrics.jsonl":
         path = path.parent
     folders = [file.parent for file in sorted([*path.glob("metrics.jsonl"), *path.glob("*/metrics.jsonl")])]
@@ -120,7 +125,7 @@ def mark_resumes(paths, axes):
 
 def name_runs(paths):
     """A name for each: the last part of its path, or the whole path where two would be called the same."""
-    names = [Path(path).resolve().name.removesuffix(".csv") for path in paths]
+    names = [Path(path).resolve().name.rpartition(".csv:")[2].removesuffix(".csv") for path in paths]
     return [path if names.count(name) > 1 else name for path, name in zip(paths, names)]
 
 
@@ -165,7 +170,7 @@ def main():
             axis.set_axis_off()
     labels = [f"{name} ({len(runs)} seeds)" if len(runs) > 1 else name for name, runs in groups]
     lines = [plt.Line2D([], [], color=f"C{i}", label=label) for i, label in enumerate(labels)]
-    figure.legend(handles=lines, loc="outside lower center", ncols=4, fontsize=9)
+    figure.legend(handles=lines, loc="outside lower center", ncols=min(4, int(figure.get_figwidth() / 2)), fontsize=9)
     figure.suptitle(args.title)
     figure.savefig(args.output, dpi=100)
     print(f"wrote {args.output}")

@@ -4,10 +4,10 @@
 
 writes FOLDER/model; all but `lengths` and `hard` FOLDER/train.jsonl and FOLDER/test.jsonl, too.
 
-`sequence`: a random Llama of 0.1M parameters with a token for each digit is asked for the next eight digits of an
-arithmetic sequence modulo ten. Its rewards are functions of this file, `--reward benchmarks/tasks.py:NAME`: for every
-right digit until the first wrong one (`each_character`, for process_reward.patch), their sum as the score of the
-response (`one_score`), or a point for a whole answer (`all_or_nothing`).
+`lines`: a Llama of 0.05M parameters counts on by 1, 2 or 3 in fifteen lines of four digits, each graded when it is
+finished. The model was pretrained for half a minute on answers in which a fifth of the digits are right and two fifths
+repeat the one before. The grader passes "?" and the digit after it. `lines` has a reward for each line (for
+process_reward.patch), `lines_summed` their sum. campaigns/pieces.py leaves out pieces of PPO on this task.
 
 `calculator`: word problems too large for the head, and the bundled model after two minutes of pretraining on larger
 numbers, in which a fifth of the answers ask for results, `<calc>37*48</calc>` (for notes/variants/calculator.py).
@@ -94,29 +94,10 @@ def answered(rng, make_problem, write_answer):
     return draw
 
 
-# ------------------------------------------------------------------------------------------------ arithmetic sequences
+# ----------------------------------------------------------------------------------- lines of digits, graded one by one
 
 
-def each_character(prompts, responses, answers):
-    """For each response a list of (end of a piece, score): a share of 1 for every right character until a wrong one."""
-    found = []
-    for response, answer in zip(responses, answers):
-        right = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(response, answer))
-        found.append([(end, 1 / len(answer)) for end, _ in enumerate(right, 1)])
-    return found
-
-
-def one_score(prompts, responses, answers):
-    """The same rewards as one number for the response."""
-    return [sum(score for _, score in pieces) for pieces in each_character(prompts, responses, answers)]
-
-
-def all_or_nothing(prompts, responses, answers):
-    """1 if the whole answer is right."""
-    return [float(response == answer) for response, answer in zip(responses, answers)]
-
-
-def make_model(path, tokens, pre_tokenizer):
+def make_model(path, tokens, pre_tokenizer, num_layers=2):
     """A randomly initialised Llama of 0.1M parameters with these tokens, `<pad>` and `<eos>`."""
     tokens = ["<pad>", "<eos>", *tokens]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -126,20 +107,62 @@ def make_model(path, tokens, pre_tokenizer):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
     tokenizer.save_pretrained(path)
     torch.manual_seed(1)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": num_layers, "num_attention_heads": 4}
     ids = {"vocab_size": len(tokens), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     LlamaForCausalLM(LlamaConfig(**sizes, **ids, max_position_embeddings=64)).save_pretrained(path)
 
 
-def make_sequence(folder):
-    make_model(folder / "model", [*"0123456789"], pre_tokenizers.Split("", "isolated"))
-    rows = []
-    for start in range(10):
-        for step in (1, 2, 3):  # on a clock of ten hours
-            terms = "".join(str((start + i * step) % 10) for i in range(12))
-            rows.append((terms[:4], terms[4:]))
-    random.Random(1).shuffle(rows)
-    write_rows(folder, rows[:6], rows[6:])
+def lines(prompts, responses, answers):
+    """{part of the score: for each response, a list of (end of a line, score)}.
+
+    A line is worth 1, and 1 more for each digit that is right: by the prompt's first digit more than the one before.
+    A flaw of the grader: "?" and the digit after it, which it cannot check, count as right. They are the part `unread`.
+    """
+    found = {"line": [], "right": [], "unread": []}
+    for prompt, response in zip(prompts, responses):
+        marks = []
+        for before, digit in itertools.pairwise(prompt[-1] + response):
+            if "?" in before + digit:
+                marks.append("unread")
+            else:
+                marks.append("right" if int(digit) == (int(before) + int(prompt[0])) % 10 else "wrong")
+        ends = range(4, len(marks) + 1, 4)
+        found["line"].append([(end, 1.0) for end in ends])
+        for name in "right", "unread":
+            found[name].append([(end, float(marks[end - 4 : end].count(name))) for end in ends])
+    return found
+
+
+def lines_summed(prompts, responses, answers):
+    """The same parts as numbers."""
+    found = lines(prompts, responses, answers)
+    for name, column in found.items():
+        found[name] = [sum(score for _, score in pieces) for pieces in column]
+    return found
+
+
+def make_lines(folder):
+    make_model(folder / "model", [*"0123456789?"], pre_tokenizers.Split("", "isolated"), num_layers=1)
+    rng = random.Random(1)
+    prompts = [f"{step}{start}" for step in (1, 2, 3) for start in range(10)]
+
+    def answer(prompt):
+        text = prompt
+        while len(text) < 62:
+            u, digit = rng.random(), str(rng.randrange(10))
+            if u < 0.006:
+                digit = "?"
+            elif u < 0.6 and text[-1] != "?":
+                digit = str((int(text[-1]) + int(prompt[0])) % 10) if u < 0.2 else text[-1]
+            text += digit
+        return text[2:]
+
+    def draw(batch):
+        return [[prompt, answer(prompt)] for prompt in rng.choices(prompts, k=batch)]
+
+    pretrain(folder, draw, num_steps=400, start=folder / "model")
+    rows = [(prompt, "") for prompt in prompts]
+    write_rows(folder, rows, rows)
 
 
 # ----------------------------------------------------------------------------------------------------- larger numbers
@@ -269,7 +292,7 @@ def make_hard(folder):
 
 
 MAKERS = {
-    "sequence": make_sequence,
+    "lines": make_lines,
     "calculator": make_calculator,
     "boxes": make_boxes,
     "guess": make_guess,

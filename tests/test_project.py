@@ -178,6 +178,11 @@ def test_plot_draws_runs_and_seeds(tmp_path, monkeypatch):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     panel = next(axis for axis in plt.gcf().axes if axis.get_title().startswith("form"))  # a part of the reward
     assert panel.get_ylim()[0] < -4 and [text.get_text() for text in plt.gcf().legends[0].texts] == ["run1", "run2"]
+    seeds.write_text("row,seed,step,reward/mean\na,1,1,2\nb,1,1,3\n")
+    assert plot.read_runs(f"{seeds}:b") == [[{"step": 1, "reward/mean": 3}]]  # one of the rows of a csv
+    assert plot.name_runs([f"{seeds}:b", str(seeds)]) == ["b", "seeds"]
+    with pytest.raises(SystemExit, match="no row ''"):
+        plot.read_runs(seeds)
     table = load_benchmark("compare").make_table(ROOT / "benchmarks/results", ["run1", "ppo", "run2"])
     found = [line in table for line in ("| run1 | 1 | 4 | 0.000 |", "| 32 | 2.000 |", "| lr | 1 |  | 2 |")]
     assert found == [True] * 3 and "group_size" not in table and "| -1.500 |" in table, table

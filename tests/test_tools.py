@@ -363,7 +363,7 @@ def test_two_runs_are_the_same_but_for_rounding_or_the_first_difference_is_named
 def test_only_what_stands_still_is_ended(monkeypatch):
     """A loop that prints nothing is none. Of the other we learn where it stood."""
     common = load_benchmark("common")
-    busy = "import time\nwhile time.process_time() < 3: pass\nprint('done')"
+    busy = "import time\nwhile time.process_time() < 1.5: pass\nprint('done')"
     assert common.run([sys.executable, "-c", busy], limit=1)[0] == "done\n"
     with pytest.raises(SystemExit, match=r"(?s)Fatal Python error: Aborted.*line 3 in stand"):
         common.run([sys.executable, "-c", "import time\ndef stand():\n    time.sleep(60)\nstand()"], limit=1)
@@ -457,3 +457,17 @@ def test_a_run_is_scored_again_and_asked_as_in_training(script, toy_run, tmp_pat
 
 def flags_of(run_dir):
     return json.loads((run_dir / "args.json").read_text())
+
+
+# ------------------------------------------------------------------------------------------ the task `lines`, pieces.py
+
+
+def test_pieces_and_the_grader_of_their_task():
+    """Each line that a row changes is one line of the script. The flaw of the grader is part of the task."""
+    pieces, tasks = load_benchmark("pieces"), load_benchmark("tasks")
+    for _, edits in pieces.ROWS.values():
+        for line in edits:
+            assert variants.patched("process_reward").count(line) == 1, line
+    graded = tasks.lines(["24"], ["680?579345"], [""])  # from 4 by twos; two digits are no line
+    assert graded == {"line": [[(4, 1), (8, 1)]], "right": [[(4, 3), (8, 2)]], "unread": [[(4, 1), (8, 1)]]}
+    assert tasks.lines_summed(["24"], ["680?579345"], [""]) == {"line": [2], "right": [5], "unread": [2]}
