@@ -9,6 +9,9 @@ Group: sampling, turns, tools
 
 `Calculator` has a tool, for chat models. `CalculatorInText` has a `step`: a turn that ends in <calc>12*7</calc> is told
 the result, and any other ends the game (Toolformer, 2302.04761; ReTool, 2504.11536).
+
+Measured: three seeds of that task: greedy rises from 1% to 97-100%, sampled from 13-19% to 93-97%. A response has 1.3
+turns at first and 3.0 after 20 iterations, because each problem needs two results.
 """
 
 import ast
