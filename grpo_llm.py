@@ -17,7 +17,7 @@ each is the state s_t, and r_i is the score of answer i:
 lo and hi are --clip-low and --clip-high; c_H is --entropy-coef and c_KL --kl-loss-coef.
 
 An estimator alone does not make its paper's algorithm: averages (--loss-agg) and the place of the KL differ, too. The
-notes (5.13) list the flags. The defaults follow the GRPO paper. Most projects of 2026 start from --loss-agg token-mean
+notes (6.2) list the flags. The defaults follow the GRPO paper. Most projects of 2026 start from --loss-agg token-mean
 and --kl-loss-coef 0, which needs no reference, and some from --clip-high 0.28.
 
 Departures from the papers: the reference never moves. A KL in the reward counts for the whole answer. REINFORCE++ is
@@ -38,7 +38,7 @@ Launch. Without --model, the script trains the small model in benchmarks/tiny on
     accelerate launch SCRIPT                              on every GPU of this machine, or one process without a GPU
     accelerate launch --multi_gpu --num_processes 2 SCRIPT --model Qwen/Qwen2.5-0.5B
     python SCRIPT --model MODEL --help                    all flags, with the defaults for a real model
-Comments like [2.3] point to a section of notes/.
+Comments like [4.3] point to a section of notes/.
 """
 
 # /// script
@@ -113,7 +113,7 @@ class Args:
 
     # Rollout
     batch_size: int = 32  # prompts per iteration
-    group_size: int = 8  # [5.10] responses per prompt
+    group_size: int = 8  # [6.3] responses per prompt
     rollout_batch_size: int = 256  # responses that each device samples at a time: limits memory
     temperature: float = 1.0  # divides the logits when sampling and in every log-prob
 
@@ -283,14 +283,14 @@ def main(args: Args):
 
         # 1. Rollout: a group of responses to each of this rank's prompts. With W ranks, rank r takes prompts r, r+W,
         # ... of the batch and their noise. So minibatch k, a part from each rank, has the same rows whatever W is.
-        drawn = draw_prompts(train_rows, state["prompts"], args.batch_size, args.seed)[rank::world_size]  # [7.2]
+        drawn = draw_prompts(train_rows, state["prompts"], args.batch_size, args.seed)[rank::world_size]  # [13.2]
         state["prompts"] += args.batch_size
         rows = []
         for row in drawn:
             rows += [row] * args.group_size  # a group side by side
         shape = args.batch_size, args.group_size, args.max_response_length
         stream = random_stream("rollout", args.seed, iteration)
-        # [7.3] (B,T)
+        # [13.3] (B,T)
         uniforms = torch.rand(shape, generator=stream, dtype=torch.float64)[rank::world_size].flatten(0, 1)
         responses = rollout(rows, uniforms, args.temperature)
         rollout_seconds = time.perf_counter() - started
@@ -298,7 +298,7 @@ def main(args: Args):
         # 2. Reward: a score for each response.
         results = compute_scores(reward_function, tokenizer, rows, responses)
         truncated = to_tensor(results, "truncated", device)  # (B,)
-        scores = to_tensor(results, "score", device)  # [8.1] (B,)
+        scores = to_tensor(results, "score", device)  # [8.5] (B,)
 
         # One batch, cut for all passes below. A micro-batch `mb`, a part of a minibatch, is an index (row numbers,
         # slice(0, l)): tokens[mb] are those rows of a (B,L) tensor, cut to l columns, (b,l). Of a (B,) tensor, take
@@ -308,36 +308,36 @@ def main(args: Args):
         minibatches = [pack(row_lengths, part.tolist(), args.microbatch_tokens, device) for part in minibatch_rows]
         # What a token's loss weighs in the loss of its optimizer step, which spans all micro-batches and ranks.
         loss_weights = [token_weights(mask[p], args.loss_agg, args.max_response_length) for p in minibatch_rows]
-        loss_weights = torch.cat(loss_weights)  # [7.4] (B,L)
+        loss_weights = torch.cat(loss_weights)  # [13.4] (B,L)
         # Every epoch visits the minibatches in another order, the same on all ranks. Their rows stay together.
         stream = random_stream("minibatches", args.seed, iteration)
-        steps = []  # [3.7] (epoch, minibatch) of each optimizer step
+        steps = []  # [5.7] (epoch, minibatch) of each optimizer step
         for epoch in range(args.ppo_epochs):
             order = torch.rand(len(minibatches), generator=stream).argsort()
             steps += [(epoch, k) for k in order.tolist()]
 
         # 3. Log-probs under the policy that sampled and under the reference, computed by the training forward pass.
-        old_logprobs, entropy, variance = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
+        old_logprobs, entropy, variance = forward_all(policy, minibatches, tokens, mask)  # [5.1] (B,L)
         limit = 1e-2 / args.temperature if bf16 else 1e-5  # dividing the logits magnifies their rounding
-        checked = check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit, iteration)  # [6.7]
+        checked = check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit, iteration)  # [12.6]
         ref_logprobs = old_logprobs  # without a reference, every KL is 0
         if use_reference:
-            if reference is policy:  # [4.11] with LoRA
+            if reference is policy:  # [7.11] with LoRA
                 policy_model.disable_adapters()
             ref_logprobs = forward_all(reference, minibatches, tokens, mask, False)[0]
             if reference is policy:
                 policy_model.enable_adapters()
 
         # 4. Rewards, and advantages over the group's mean. All tokens of a response have the same advantage.
-        kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [4.5] (B,L)
+        kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [7.5] (B,L)
         rewards = scores - args.kl_reward_coef * kl.sum(1)  # (B,)
         groups = rewards.view(-1, args.group_size)  # (N,G)
-        group_advantages = groups - groups.mean(1, keepdim=True)  # [5.1] Dr.GRPO
+        group_advantages = groups - groups.mean(1, keepdim=True)  # [6.4] Dr.GRPO
         if args.estimator == "grpo":
-            group_advantages = group_advantages / (groups.std(1, keepdim=True) + 1e-6)  # [5.3]
+            group_advantages = group_advantages / (groups.std(1, keepdim=True) + 1e-6)  # [6.6]
         if args.estimator == "rloo":  # minus the mean of the others: s - (sum - s) / (G - 1)
             group_advantages = group_advantages * args.group_size / (args.group_size - 1)
-        if args.estimator == "reinforce_pp":  # [5.5] verl whitens over tokens
+        if args.estimator == "reinforce_pp":  # [6.8] verl whitens over tokens
             if args.group_size == 1:
                 group_advantages = groups
             group_advantages = masked_whiten(group_advantages, torch.ones_like(groups, dtype=torch.bool))
@@ -355,10 +355,10 @@ def main(args: Args):
         for epoch, k in steps:
             for mb in minibatches[k]:
                 mb_logprobs, mb_entropy, _ = policy(tokens[mb], mask[mb], args.entropy_coef != 0)  # (b,l)
-                mb_ratio = (mb_logprobs - old_logprobs[mb]).clamp(-20.0, 20.0).exp()  # [3.12] exp stays finite
+                mb_ratio = (mb_logprobs - old_logprobs[mb]).clamp(-20.0, 20.0).exp()  # [5.12] exp stays finite
                 unclipped = -advantages[mb] * mb_ratio
                 bounded = -advantages[mb] * mb_ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
-                mb_losses = torch.maximum(unclipped, bounded)  # [3.3] the clipped surrogate (1707.06347, eq. 7)
+                mb_losses = torch.maximum(unclipped, bounded)  # [5.3] the clipped surrogate (1707.06347, eq. 7)
                 clipped[epoch][mb] = (bounded > unclipped).float()  # 1: the clip takes the gradient
                 if args.entropy_coef:
                     mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.9]
@@ -389,7 +389,7 @@ def main(args: Args):
             "time/iteration": time.perf_counter() - started,  # without evaluating and saving
             "actor/entropy": global_mean(entropy, mask),
             "actor/clipfrac": global_mean(clipped, actions),
-            "actor/approx_kl": global_mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [3.13]
+            "actor/approx_kl": global_mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [5.13]
             "actor/ratio_mean": global_mean(ratio, actions),
             "actor/ratio_max": global_max(ratio),
         }
@@ -463,7 +463,7 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
     return tensor
 
 
-def sum_gradients(parameters):  # [7.5]
+def sum_gradients(parameters):  # [13.5]
     """Replaces each parameter's gradient by its sum over all ranks. All ranks must call it.
 
     A parameter without a gradient, such as an expert that no token of this rank chose, counts as zero.
@@ -508,7 +508,7 @@ def global_max(x):
     return all_reduce(x.max(), dist.ReduceOp.MAX).item()
 
 
-def masked_whiten(x, mask):  # [2.7]
+def masked_whiten(x, mask):  # [4.7]
     """x (B,T) -> (B,T), shifted and scaled to mean 0 and variance 1 over the mask on all ranks together; 0 outside it.
 
     Unbiased variance, eps 1e-8. All zeros if the mask has fewer than two tokens. All ranks must call it.
@@ -524,7 +524,7 @@ def constant_groups(scores, group_size):
     return groups.amax(1) - groups.amin(1) <= 1e-6 * groups.abs().amax(1).clamp(min=1)
 
 
-def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
+def kl_penalty(logprobs, ref_logprobs, kind):  # [7.1]
     """Per-token estimate of KL(pi || pi_ref) from tokens sampled by pi (Schulman, "Approximating KL Divergence").
 
     With x = ref_logprobs - logprobs: k1 = -x, k2 = x^2/2, k3 = exp(x) - 1 - x. Above x = 5, k3 continues as its
@@ -535,12 +535,12 @@ def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
         return -x
     if kind == "k2":
         return x.square() / 2
-    near = x.clamp(max=5.0)  # [4.2]
+    near = x.clamp(max=5.0)  # [7.2]
     k3 = near.expm1() - near  # exp(x) - 1 - x would have no correct digit near 0
     return torch.where(x > 5.0, k3 + math.expm1(5.0) * (x - near), k3)  # the slope at x = 5, times the distance
 
 
-def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit, iteration):  # [6.7]
+def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit, iteration):  # [12.6]
     """Did the policy sample these tokens? Two tests, as metrics; ends the run above the limit. All ranks must call it.
 
     kl: of sampler and training pass, per token, by k3. Rounding has no direction and so next to no KL, 1e-12 in float32
@@ -555,7 +555,7 @@ def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit
     if not (mean_kl <= limit and worst_kl <= 40 * limit):  # refuses NaN, too
         fail(
             f"iteration {iteration}: sampler and training pass have a KL of {mean_kl:.2} (limit {limit:.2}), in one "
-            f"response {worst_kl:.2} (limit {40 * limit:.2}): wrong mask, weights or sampler (see notes, 6.7)"
+            f"response {worst_kl:.2} (limit {40 * limit:.2}): wrong mask, weights or sampler (notes, 12.6)"
         )
     surprise = global_mean(-old_logprobs - entropy, mask)
     count = all_reduce(mask.sum()).item()
@@ -565,12 +565,12 @@ def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit
     if abs(z) > 8 and abs(surprise) > limit and total_variance > 1000:
         fail(
             f"iteration {iteration}: the policy would not have sampled these tokens: their mean surprise is "
-            f"{surprise:.3f} nats (limit {limit:.2}), {z:.1f} standard errors: sampler too cold or cut (see notes, 6.7)"
+            f"{surprise:.3f} nats (limit {limit:.2}), {z:.1f} standard errors: sampler too cold or cut (notes, 12.6)"
         )
     return {"rollout/kl": mean_kl, "rollout/surprise": surprise, "rollout/surprise_z": z}
 
 
-def token_weights(mask, mode, max_response_length):  # [5.6]
+def token_weights(mask, mode, max_response_length):  # [6.9]
     """mask (B,T), this rank's rows of an optimizer step -> (B,T): the weight of each token's loss, 0 outside the mask.
 
     The step's loss is the sum of weights times losses. Tokens and rows with an action are counted on all ranks
@@ -634,7 +634,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.chunk_elements = 2**26  # [14.2] logits at a time: 256 MiB in fp32, 1 GiB with what is computed from them
+        self.chunk_elements = 2**26  # [15.2] logits at a time: 256 MiB in fp32, 1 GiB with what is computed from them
 
     def forward(self, tokens, mask, with_entropy=True):
         """tokens, mask (B,L) -> (3,B,L) in fp32, 0 outside the mask: logprobs; if asked, entropy, variance (head)."""
@@ -662,7 +662,7 @@ class Policy(nn.Module):
         logits = self.model(labels[None]).logits.squeeze(0).float()  # (n,V)
         del decoder.forward
         if self.temperature != 1:
-            logits = logits / self.temperature  # [6.10]
+            logits = logits / self.temperature  # [12.9]
         all_logprobs = logits.log_softmax(-1)
         entropy = variance = torch.zeros_like(all_logprobs[:, 0])
         if with_entropy:
@@ -758,7 +758,7 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
         num_alive = int(alive.sum())
         if num_alive == 0:
             break
-        # [6.11] Finished rows leave when they are a tenth of the batch, because each removal copies the whole cache.
+        # [15.2] Finished rows leave when they are a tenth of the batch, because each removal copies the whole cache.
         # Until then, they keep sampling, and cut_responses removes the excess.
         if num_alive <= 0.9 * len(slots):
             kept = alive.nonzero().squeeze(1)
@@ -798,7 +798,7 @@ def to_batch(rows, responses, device):
     return tokens, mask, torch.where(mask, logprobs, 0), [len(ids) for ids in token_rows]
 
 
-def pack(lengths, row_numbers, max_tokens, device):  # [3.2]
+def pack(lengths, row_numbers, max_tokens, device):  # [5.2]
     """Groups rows, longest first, into micro-batches of at most max_tokens padded tokens; a longer row gets its own.
 
     A micro-batch is an index into (B,L): the numbers of its rows, and a slice up to the end of the longest. Every pass
@@ -940,7 +940,7 @@ def load_reward(spec):
     return getattr(importlib.import_module(path.stem), name)
 
 
-def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
+def compute_scores(reward_function, tokenizer, rows, responses):  # [8.5]
     """A dictionary for each Response: `response`, its text; its `score` and the `parts` of that; `length`; `truncated`.
 
     A reward returns a list of numbers, the scores, or a dictionary of such lists, as in {"format": [...], "correct":
@@ -1124,7 +1124,7 @@ def save_models(path, trainees, tokenizer, accelerator):
     unfinished.rename(path)
 
 
-def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
+def save_checkpoint(path, trainees, state, keep, accelerator):  # [13.12]
     """Saves the trained parameters, the states of their optimizers and `state`, and deletes all but the `keep` newest.
 
     All ranks call it; rank 0 writes.

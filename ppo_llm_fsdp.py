@@ -36,7 +36,7 @@ Launch. Without --model, the script trains the small model in benchmarks/tiny on
     accelerate launch SCRIPT                              on every GPU of this machine, or one process without a GPU
     accelerate launch --multi_gpu --num_processes 2 SCRIPT --model Qwen/Qwen2.5-0.5B
     python SCRIPT --model MODEL --help                    all flags, with the defaults for a real model
-Comments like [2.3] point to a section of notes/.
+Comments like [4.3] point to a section of notes/.
 """
 
 # /// script
@@ -302,18 +302,18 @@ def main(args: Args):
 
         # 1. Rollout: a response to each of this rank's prompts. With W ranks, rank r takes prompts r, r+W, r+2W, ... of
         # the batch and their noise. So minibatch k, a part from each rank, has the same rows whatever W is.
-        rows = draw_prompts(train_rows, state["prompts"], args.batch_size, args.seed)[rank::world_size]  # [7.2]
+        rows = draw_prompts(train_rows, state["prompts"], args.batch_size, args.seed)[rank::world_size]  # [13.2]
         state["prompts"] += args.batch_size
         shape = args.batch_size, args.max_response_length
         stream = random_stream("rollout", args.seed, iteration)
-        uniforms = torch.rand(shape, generator=stream, dtype=torch.float64)[rank::world_size]  # [7.3] (B,T)
+        uniforms = torch.rand(shape, generator=stream, dtype=torch.float64)[rank::world_size]  # [13.3] (B,T)
         responses = rollout(rows, uniforms, args.temperature)
         rollout_seconds = time.perf_counter() - started
 
         # 2. Reward: a score for each response.
         results = compute_scores(reward_function, tokenizer, rows, responses)
         truncated = to_tensor(results, "truncated", device)  # (B,)
-        scores = to_tensor(results, "score", device)  # [8.1] (B,)
+        scores = to_tensor(results, "score", device)  # [8.5] (B,)
 
         # One batch, cut for all passes below. A micro-batch `mb`, a part of a minibatch, is an index (row numbers,
         # slice(0, l)): tokens[mb] are those rows of a (B,L) tensor, cut to l columns, (b,l). Of a (B,) tensor, take
@@ -323,22 +323,22 @@ def main(args: Args):
         minibatches = [pack(row_lengths, part.tolist(), args.microbatch_tokens, device) for part in minibatch_rows]
         # What a token's loss weighs in the loss of its optimizer step, which spans all micro-batches and ranks.
         loss_weights = [token_weights(mask[p], args.loss_agg, args.max_response_length) for p in minibatch_rows]
-        loss_weights = torch.cat(loss_weights)  # [7.4] (B,L)
+        loss_weights = torch.cat(loss_weights)  # [13.4] (B,L)
         value_weights = torch.cat([token_weights(mask[p], "token-mean", None) for p in minibatch_rows])  # (B,L)
         # Every epoch visits the minibatches in another order, the same on all ranks. Their rows stay together.
         stream = random_stream("minibatches", args.seed, iteration)
-        steps = []  # [3.7] (epoch, minibatch) of each optimizer step
+        steps = []  # [5.7] (epoch, minibatch) of each optimizer step
         for epoch in range(args.ppo_epochs):
             order = torch.rand(len(minibatches), generator=stream).argsort()
             steps += [(epoch, k) for k in order.tolist()]
 
         # 3. Log-probs under the policy that sampled and under the reference, computed by the training forward pass.
-        old_logprobs, entropy, variance = forward_all(policy, minibatches, tokens, mask)  # [3.1] (B,L)
+        old_logprobs, entropy, variance = forward_all(policy, minibatches, tokens, mask)  # [5.1] (B,L)
         limit = 1e-2 / args.temperature if bf16 else 1e-5  # dividing the logits magnifies their rounding
-        checked = check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit, iteration)  # [6.7]
+        checked = check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit, iteration)  # [12.6]
         ref_logprobs = old_logprobs  # without a reference, every KL is 0
         if use_reference:
-            if reference is policy:  # [4.11] with LoRA
+            if reference is policy:  # [7.11] with LoRA
                 policy_model.disable_adapters()
             ref_logprobs = forward_all(reference, minibatches, tokens, mask, False)[0]
             if reference is policy:
@@ -348,18 +348,18 @@ def main(args: Args):
         values = forward_all(critic, minibatches, tokens, mask)  # (B,L)
 
         # 5. Rewards of the actions and their advantages.
-        kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [4.5] (B,L)
+        kl = kl_penalty(old_logprobs, ref_logprobs, args.kl_reward_kind)  # [7.5] (B,L)
         rewards = place_scores(scores, mask) - args.kl_reward_coef * kl  # (B,L)
         # GAE (1506.02438, eq. 16), from the last action back. Nothing follows it, even if the response was cut off.
         raw_advantages = torch.zeros_like(values)  # (B,L)
         next_value = next_advantage = torch.zeros_like(values[:, 0])  # (B,)
         for t in reversed(range(values.shape[1])):
-            delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # [2.3] the TD error
-            advantage = delta + args.gamma * args.lam * next_advantage  # [2.4]
+            delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # [4.3] the TD error
+            advantage = delta + args.gamma * args.lam * next_advantage  # [4.4]
             raw_advantages[:, t] = torch.where(mask[:, t], advantage, 0)
-            next_value = torch.where(mask[:, t], values[:, t], next_value)  # [2.5] carried across other tokens
+            next_value = torch.where(mask[:, t], values[:, t], next_value)  # [4.5] carried across other tokens
             next_advantage = torch.where(mask[:, t], advantage, next_advantage)
-        returns = raw_advantages + values  # [2.6] what the critic should have said
+        returns = raw_advantages + values  # [4.6] what the critic should have said
         advantages = masked_whiten(raw_advantages, mask)
 
         lr_factor = min(1.0, iteration / max(1, args.warmup_iterations))
@@ -374,10 +374,10 @@ def main(args: Args):
         for epoch, k in actor_steps:
             for mb in minibatches[k]:
                 mb_logprobs, mb_entropy, _ = policy(tokens[mb], mask[mb], args.entropy_coef != 0)  # (b,l)
-                mb_ratio = (mb_logprobs - old_logprobs[mb]).clamp(-20.0, 20.0).exp()  # [3.12] exp stays finite
+                mb_ratio = (mb_logprobs - old_logprobs[mb]).clamp(-20.0, 20.0).exp()  # [5.12] exp stays finite
                 unclipped = -advantages[mb] * mb_ratio
                 bounded = -advantages[mb] * mb_ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
-                mb_losses = torch.maximum(unclipped, bounded)  # [3.3] the clipped surrogate (1707.06347, eq. 7)
+                mb_losses = torch.maximum(unclipped, bounded)  # [5.3] the clipped surrogate (1707.06347, eq. 7)
                 clipped[epoch][mb] = (bounded > unclipped).float()  # 1: the clip takes the gradient
                 if args.entropy_coef:
                     mb_losses = mb_losses - args.entropy_coef * mb_entropy  # [1.9]
@@ -396,7 +396,7 @@ def main(args: Args):
         for _, k in steps:
             for mb in minibatches[k]:
                 mb_values = critic(tokens[mb], mask[mb])  # (b,l)
-                mb_losses = (mb_values - returns[mb]).square() / 2  # [2.8] the value loss
+                mb_losses = (mb_values - returns[mb]).square() / 2  # [4.8] the value loss
                 loss = torch.where(mask[mb], value_weights[mb] * mb_losses, 0).sum()
                 loss.backward()
                 critic_loss += loss.detach()
@@ -421,7 +421,7 @@ def main(args: Args):
             "time/iteration": time.perf_counter() - started,  # without evaluating and saving
             "actor/entropy": global_mean(entropy, mask),
             "actor/clipfrac": global_mean(clipped, actions),
-            "actor/approx_kl": global_mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [3.13]
+            "actor/approx_kl": global_mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [5.13]
             "actor/ratio_mean": global_mean(ratio, actions),
             "actor/ratio_max": global_max(ratio),
             "critic/loss": all_reduce(critic_loss).item() / len(steps),
@@ -524,7 +524,7 @@ def global_max(x):
     return all_reduce(x.max(), dist.ReduceOp.MAX).item()
 
 
-def masked_whiten(x, mask):  # [2.7]
+def masked_whiten(x, mask):  # [4.7]
     """x (B,T) -> (B,T), shifted and scaled to mean 0 and variance 1 over the mask on all ranks together; 0 outside it.
 
     Unbiased variance, eps 1e-8. All zeros if the mask has fewer than two tokens. All ranks must call it.
@@ -534,13 +534,13 @@ def masked_whiten(x, mask):  # [2.7]
     return torch.where(mask, whitened, 0)
 
 
-def place_scores(scores, mask):  # [4.7]
+def place_scores(scores, mask):  # [7.7]
     """scores (B,) -> (B,T): the score of a response is the reward of its last action, whether EOS or not."""
     last = mask.cumsum(1).argmax(1, keepdim=True)  # (B,1) argmax finds where the running count first is highest
     return torch.zeros_like(mask, dtype=torch.float32).scatter(1, last, scores[:, None])
 
 
-def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
+def kl_penalty(logprobs, ref_logprobs, kind):  # [7.1]
     """Per-token estimate of KL(pi || pi_ref) from tokens sampled by pi (Schulman, "Approximating KL Divergence").
 
     With x = ref_logprobs - logprobs: k1 = -x, k2 = x^2/2, k3 = exp(x) - 1 - x. Above x = 5, k3 continues as its
@@ -551,12 +551,12 @@ def kl_penalty(logprobs, ref_logprobs, kind):  # [4.1]
         return -x
     if kind == "k2":
         return x.square() / 2
-    near = x.clamp(max=5.0)  # [4.2]
+    near = x.clamp(max=5.0)  # [7.2]
     k3 = near.expm1() - near  # exp(x) - 1 - x would have no correct digit near 0
     return torch.where(x > 5.0, k3 + math.expm1(5.0) * (x - near), k3)  # the slope at x = 5, times the distance
 
 
-def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit, iteration):  # [6.7]
+def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit, iteration):  # [12.6]
     """Did the policy sample these tokens? Two tests, as metrics; ends the run above the limit. All ranks must call it.
 
     kl: of sampler and training pass, per token, by k3. Rounding has no direction and so next to no KL, 1e-12 in float32
@@ -571,7 +571,7 @@ def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit
     if not (mean_kl <= limit and worst_kl <= 40 * limit):  # refuses NaN, too
         fail(
             f"iteration {iteration}: sampler and training pass have a KL of {mean_kl:.2} (limit {limit:.2}), in one "
-            f"response {worst_kl:.2} (limit {40 * limit:.2}): wrong mask, weights or sampler (see notes, 6.7)"
+            f"response {worst_kl:.2} (limit {40 * limit:.2}): wrong mask, weights or sampler (notes, 12.6)"
         )
     surprise = global_mean(-old_logprobs - entropy, mask)
     count = all_reduce(mask.sum()).item()
@@ -581,12 +581,12 @@ def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit
     if abs(z) > 8 and abs(surprise) > limit and total_variance > 1000:
         fail(
             f"iteration {iteration}: the policy would not have sampled these tokens: their mean surprise is "
-            f"{surprise:.3f} nats (limit {limit:.2}), {z:.1f} standard errors: sampler too cold or cut (see notes, 6.7)"
+            f"{surprise:.3f} nats (limit {limit:.2}), {z:.1f} standard errors: sampler too cold or cut (notes, 12.6)"
         )
     return {"rollout/kl": mean_kl, "rollout/surprise": surprise, "rollout/surprise_z": z}
 
 
-def token_weights(mask, mode, max_response_length):  # [5.6]
+def token_weights(mask, mode, max_response_length):  # [6.9]
     """mask (B,T), this rank's rows of an optimizer step -> (B,T): the weight of each token's loss, 0 outside the mask.
 
     The step's loss is the sum of weights times losses. Tokens and rows with an action are counted on all ranks
@@ -659,7 +659,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.chunk_elements = 2**26  # [14.2] logits at a time: 256 MiB in fp32, 1 GiB with what is computed from them
+        self.chunk_elements = 2**26  # [15.2] logits at a time: 256 MiB in fp32, 1 GiB with what is computed from them
 
     def forward(self, tokens, mask, with_entropy=True):
         """tokens, mask (B,L) -> (3,B,L) in fp32, 0 outside the mask: logprobs; if asked, entropy, variance (head)."""
@@ -687,7 +687,7 @@ class Policy(nn.Module):
         logits = self.model(labels[None]).logits.squeeze(0).float()  # (n,V)
         del decoder.forward
         if self.temperature != 1:
-            logits = logits / self.temperature  # [6.10]
+            logits = logits / self.temperature  # [12.9]
         all_logprobs = logits.log_softmax(-1)
         entropy = variance = torch.zeros_like(all_logprobs[:, 0])
         if with_entropy:
@@ -751,7 +751,7 @@ def collect_eos_ids(model, tokenizer):
     return sorted(eos_ids - {None})
 
 
-def shard(module, mesh, bf16, offload):  # [7.7]
+def shard(module, mesh, bf16, offload):  # [13.7]
     """Shards a Policy or Critic in place, one unit per block of layers and one for the rest, and returns it.
 
     Its weights come from rank 0, tensor by tensor, so no other rank ever holds a whole model. All ranks must call it.
@@ -772,7 +772,7 @@ def shard(module, mesh, bf16, offload):  # [7.7]
     blocks = [unit for unit in module.modules() if type(unit).__name__ in block_names]
     for unit in [*blocks, module]:
         fully_shard(unit, **options)
-    for unit in module.modules():  # [7.5] add up the gradients of the ranks, which FSDP would otherwise average
+    for unit in module.modules():  # [13.5] add up the gradients of the ranks, which FSDP would otherwise average
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1)
             unit.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo knows
@@ -853,7 +853,7 @@ def generate(model, prompts, uniforms, eos_ids, temperature):
         num_alive = int(alive.sum())
         if num_alive == 0:
             break
-        # [6.11] Finished rows leave when they are a tenth of the batch, because each removal copies the whole cache.
+        # [15.2] Finished rows leave when they are a tenth of the batch, because each removal copies the whole cache.
         # Until then, they keep sampling, and cut_responses removes the excess.
         if num_alive <= 0.9 * len(slots):
             kept = alive.nonzero().squeeze(1)
@@ -883,7 +883,7 @@ def announce_pass(*_):
 
 
 @contextmanager
-def generating(policy, gathered):  # [7.9]
+def generating(policy, gathered):  # [13.9]
     """Inside this block, the model of a sharded Policy can `generate`. All ranks must enter and leave it.
 
     If gathered, every device holds the whole policy, and sampling needs no communication. Otherwise, each forward pass
@@ -927,7 +927,7 @@ def to_batch(rows, responses, device):
     return tokens, mask, torch.where(mask, logprobs, 0), [len(ids) for ids in token_rows]
 
 
-def pack(lengths, row_numbers, max_tokens, device):  # [3.2]
+def pack(lengths, row_numbers, max_tokens, device):  # [5.2]
     """Groups rows, longest first, into micro-batches of at most max_tokens padded tokens; a longer row gets its own.
 
     A micro-batch is an index into (B,L): the numbers of its rows, and a slice up to the end of the longest. Every pass
@@ -1076,7 +1076,7 @@ def load_reward(spec):
     return getattr(importlib.import_module(path.stem), name)
 
 
-def compute_scores(reward_function, tokenizer, rows, responses):  # [8.3]
+def compute_scores(reward_function, tokenizer, rows, responses):  # [8.5]
     """A dictionary for each Response: `response`, its text; its `score` and the `parts` of that; `length`; `truncated`.
 
     A reward returns a list of numbers, the scores, or a dictionary of such lists, as in {"format": [...], "correct":
@@ -1268,7 +1268,7 @@ def save_models(path, trainees, tokenizer, accelerator):
         unfinished.rename(path)
 
 
-def save_checkpoint(path, trainees, state, keep, accelerator):  # [7.12]
+def save_checkpoint(path, trainees, state, keep, accelerator):  # [13.12]
     """Saves the trained parameters, the states of their optimizers and `state`, and deletes all but the `keep` newest.
 
     All ranks must call it. Each writes its shards; any number of processes can read them.

@@ -148,7 +148,7 @@ def on_config(config):
     config.nav = [{name: [name_of(path) for path in under(tab)]} for name, tab in config.extra["tabs"].items()]
     for group in [*variants.GROUPS, "yours"]:
         pages = [{name: f"variant-{name}.md"} for name in sorted(VARIANTS) if VARIANTS[name] == group]
-        config.nav[3]["Change"].append({group[0].upper() + group[1:].replace("ours", "ours, and examples"): pages})
+        config.nav[2]["Change"].append({group[0].upper() + group[1:].replace("ours", "ours, and examples"): pages})
     if "/OWNER/" in config.repo_url:
         config.repo_url = config.edit_uri = None
     version = re.search('(?m)^version = "(.*)"', (ROOT / "pyproject.toml").read_text())[1]

@@ -1,6 +1,6 @@
 """Memory arithmetic of the scripts, term by term, in bytes per device: python notes/memory.py prints the tables.
 
-The functions are the terms of notes/run/speed.md and of section 14.2. Shapes are those of Qwen2, with heads of any
+The functions are the terms of notes/run/speed.md and of section 15.5. Shapes are those of Qwen2, with heads of any
 width, or with experts as in Qwen3-MoE. `bf16` means --dtype bfloat16; `sharded` means ppo_llm_fsdp.py, which casts
 weights where ppo_llm.py and grpo_llm.py use autocast.
 """

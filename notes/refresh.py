@@ -5,9 +5,9 @@
 
 It writes the excerpts of walk.md: below `<!-- code: START -->` the loop of ppo_llm.py from the line that begins so to
 the next such mark, below `<!-- function: NAME -->` a function of it. Below `<!-- flags: PART -->` of run/flags.md come
-the flags of this part of the scripts' Args, and between the marks of 13.6 what the heads of the patches say. A line of
-README's loop follows that of grpo_llm.py which begins like it. A page whose mark or line has no match any more is named
-and left as it is.
+the flags of this part of the scripts' Args, and between the marks of variants.md what the heads of the patches say. A
+line of README's loop follows that of grpo_llm.py which begins like it. A page whose mark or line has no match any
+more is named and left as it is.
 
 --scripts compares with HEAD, or with a commit that you name after it. A function, class or constant that was the same
 in several scripts becomes so again. A new one goes to the scripts that use its name, behind the one that it follows.
@@ -34,7 +34,7 @@ LOOP = "    for iteration in range(first_iteration, args.total_iterations + 1):"
 
 
 def titles():
-    """{"2.3": (file name, title)} of the sections of all notes."""
+    """{"4.3": (file name, title)} of the sections of all notes."""
     found = {}
     for path in sorted(NOTES.glob("[0-9]*.md")):
         found |= {number: (path.name, title) for number, title in SECTION.findall(path.read_text())}
@@ -123,7 +123,7 @@ def with_flags(text):
 
 
 def item_of(path):
-    """A variant's item in the list of 13.6: the first sentence of what it does, its papers, and what it showed."""
+    """A variant's item in variants.md: the first sentence of what it does, its papers, and what it showed."""
     head, size = path.read_text().partition("\ndiff --git")[0], "a file"
     if path.suffix == ".patch":
         size = f"{sum(variants.changes(path.stem)[:2])} lines"
@@ -144,7 +144,7 @@ def item_of(path):
 
 
 def with_variants(text):
-    """13-change-it.md with a list of the variants, from the heads of the patches and the docstrings of the files."""
+    """variants.md with a list of the variants, from the heads of the patches and the docstrings of the files."""
     paths = sorted(variants.FOLDER.glob("*.p*"))
     found = ""
     for group in variants.GROUPS:
@@ -175,7 +175,7 @@ def with_loop(text):
 def contents():
     """({path: what it should hold} of everything that this script writes, [why some of it cannot be written])"""
     writers = {NOTES / "walk.md": with_excerpts, NOTES / "run" / "flags.md": with_flags}
-    writers |= {ROOT / "README.md": with_loop, NOTES / "13-change-it.md": with_variants}
+    writers |= {ROOT / "README.md": with_loop, NOTES / "variants.md": with_variants}
     result, wrong = {}, []
     for page, write in writers.items():
         try:

@@ -35,7 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notes" / "variants"
 SCRIPTS = "ppo_llm.py", "grpo_llm.py", "ppo_llm_fsdp.py"
-GROUPS = [  # by what a researcher wants to change; chapter 13 has the same
+GROUPS = [  # by what a researcher wants to change; chapter 11 has the same
     "the loss",
     "the advantage",
     "the KL",

@@ -100,7 +100,7 @@ def test_chunks_change_neither_results_nor_gradients(algo, model, spy):
     """Logits exist only for the 17 actions, a chunk of them at a time, and the backward pass computes them again."""
     tokens, mask = make_batch(algo)
     policy = algo.Policy(model, 0.7).train()
-    assert policy.chunk_elements == 2**26  # 256 MiB, as section 14.2 reckons
+    assert policy.chunk_elements == 2**26  # 256 MiB, as section 15.5 reckons
     weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
     rows = spy(model.get_output_embeddings(), "forward", lambda hidden: hidden.shape[1])
     whole = None

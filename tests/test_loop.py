@@ -231,7 +231,7 @@ def test_a_sampler_that_disagrees_ends_the_run_before_a_step(
 ):
     steps = spy(torch.optim.AdamW, "step", lambda optimizer: optimizer)
     mislead(algo, monkeypatch, wrong, first)
-    refused(toy_run, f"iteration {first}: {GUARD}", "wrong mask, weights or sampler (see notes, 6.7)", *words)
+    refused(toy_run, f"iteration {first}: {GUARD}", "wrong mask, weights or sampler (notes, 12.6)", *words)
     assert len(read_metrics(tmp_path / "runs" / "run0")) == first
     assert len(steps) == (first - 1) * 2 * len({*steps})  # two minibatches
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 plot = load_benchmark("plot")
 NUMBER = r"(-?\d[\d.]*(?:e-?\d+)?)"
-NOTES = sorted((ROOT / "notes").glob("[0-9]*.md"))
+NOTES = sorted([*(ROOT / "notes").glob("[0-9]*.md"), ROOT / "notes" / "from-others.md"])
 RUN = sorted((ROOT / "notes" / "run").glob("*.md"))
 PAGES = [*RUN, *(ROOT / "notes").glob("*.md"), *ROOT.glob("[A-Z]*.md"), ROOT / "benchmarks" / "README.md"]
 PAGES += (ROOT / "notes" / "web").glob("*.md")
@@ -31,7 +31,7 @@ def prose(path):
     return re.sub(r"(?ms)^```.*?^```$", "", path.read_text())
 
 
-LONG = {path: pytest.mark.slow for path in NOTES if path.stem in ("01-ppo", "06-policies")}  # they train
+LONG = {path: pytest.mark.slow for path in NOTES if path.stem in ("01-ppo", "12-sampler")}  # they train
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=LONG.get(path, ())) for path in NOTES])

@@ -32,7 +32,7 @@ def site(tmp_path_factory):
 def test_links_resolve_formulas_are_mathml_and_nothing_is_loaded_from_the_network(site):
     pages, folder = site
     ids = {name: re.findall(r'<[^>]* id="([^"]+)"', text) for name, text in pages.items()}
-    assert pages["02-gae.html"].count("<math") > 50 and not any("arithmatex" in text for text in pages.values())
+    assert pages["04-gae.html"].count("<math") > 50 and not any("arithmatex" in text for text in pages.values())
     for name, text in pages.items():
         loads = re.findall(r'<(?!a )[^>]* (?:src|href)="([^"]+)"', text)
         assert not [address for address in loads if re.match(r"(https?:)?//", address)], name
@@ -45,16 +45,16 @@ def test_links_resolve_formulas_are_mathml_and_nothing_is_loaded_from_the_networ
 
 
 @pytest.mark.slow
-def test_six_tabs_and_chapters_before_variants_and_results_in_the_search(site):
+def test_five_tabs_and_chapters_before_variants_and_results_in_the_search(site):
     pages, folder = site
     tabs = re.findall(r'class="md-tabs__link">\s*(\w+)', pages["index.html"])
-    assert tabs == ["Learn", "Run", "Scripts", "Change", "Background", "Results"]
+    assert tabs == ["Learn", "Run", "Change", "Background", "Results"]
     differences = re.sub("<[^>]*>", "", pages["differences.html"])
     assert "def constant_groups" in differences and "def shard" in differences
     assert pages["variant-gspo.html"].count('href="variant-') >= len(list((ROOT / "notes/variants").glob("*.patch")))
     index = json.loads((folder / "search" / "search_index.json").read_text())["docs"]
     weights = {entry["location"].partition("#")[0]: entry.get("boost", 1) for entry in index}
-    assert weights["02-gae.html"] > weights["ppo_llm.html"] > weights["variant-gspo.html"] == weights["CHANGELOG.html"]
+    assert weights["04-gae.html"] > weights["ppo_llm.html"] > weights["variant-gspo.html"] == weights["CHANGELOG.html"]
     assert "benchmarks-results-symptoms.html" in pages and "benchmarks-results-symptoms.html" not in weights
     assert 'href="#docstring-imports-flags">To the top' in pages["grpo_llm.html"]
 

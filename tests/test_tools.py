@@ -288,7 +288,7 @@ def test_what_changes_in_one_script_goes_to_the_others():
 def test_a_page_that_cannot_follow_is_named_and_the_others_do(monkeypatch, tmp_path):
     """And names that are gone from the scripts are found on the pages."""
     texts = [(ROOT / script).read_text() for script in refresh.SCRIPTS]
-    for path in *refresh.SCRIPTS, "README.md", "notes/walk.md", "notes/run/flags.md", "notes/13-change-it.md":
+    for path in *refresh.SCRIPTS, "README.md", "notes/walk.md", "notes/run/flags.md", "notes/variants.md":
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     monkeypatch.setattr(refresh, "ROOT", tmp_path)
@@ -301,9 +301,9 @@ def test_a_page_that_cannot_follow_is_named_and_the_others_do(monkeypatch, tmp_p
     (said,) = wrong
     assert re.match(r"README.md is left as it is: the loop of grpo_llm.py has no line .* 'bounded'", said)
     assert "| answers per prompt |" in pages[tmp_path / "notes" / "run" / "flags.md"]
-    (tmp_path / "notes" / "04-kl.md").write_text("One.\nThe function `kl_penalty(x)` and `sample`.\n")
-    assert "notes/04-kl.md, line 2: `kl_penalty`" in refresh.still_named(texts[1:2], [text])
-    assert not any("04-kl.md" in place for place in refresh.still_named(texts, [texts[0], text]))
+    (tmp_path / "notes" / "07-kl.md").write_text("One.\nThe function `kl_penalty(x)` and `sample`.\n")
+    assert "notes/07-kl.md, line 2: `kl_penalty`" in refresh.still_named(texts[1:2], [text])
+    assert not any("07-kl.md" in place for place in refresh.still_named(texts, [texts[0], text]))
 
 
 # ------------------------------------------------------------------------------------------------------- --script

@@ -1,73 +1,50 @@
-"""Figures of chapter 5: python notes/figures/05.py draws difficulty and aggregation."""
-
-from math import comb
+"""Figure of chapter 5: python notes/figures/05.py draws epochs."""
 
 import torch
 from style import plt, save
 
-from grpo_llm import token_weights
+
+def many_steps(clip_low, clip_high, steps=128, num_bandits=300, num_actions=50, num_samples=32, seed=0):
+    """Gradient steps on one noisy batch: (gain promised by the batch, gain in truth) after each, mean over bandits."""
+    stream = torch.Generator().manual_seed(seed)
+    truth = torch.randn(num_bandits, num_actions, generator=stream)  # expected reward of every action
+    begin = (2 * truth).softmax(1)  # a policy that is already good
+    actions = torch.multinomial(begin, num_samples, replacement=True, generator=stream)
+    noise = 3 * torch.randn(num_bandits, num_samples, generator=stream)
+    advantages = truth.gather(1, actions) + noise
+    advantages = (advantages - advantages.mean(1, keepdim=True)) / advantages.std(1, keepdim=True)
+    old, logits = begin.log().gather(1, actions), (2 * truth).requires_grad_()
+    promised, gained = [], []
+    for _ in range(steps + 1):
+        logprobs = logits.log_softmax(1).gather(1, actions)
+        ratio = (logprobs - old).exp()
+        promised.append((ratio * advantages).mean().item())
+        gained.append(((logits.softmax(1) - begin) * truth).sum(1).mean().item())
+        bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+        loss = torch.maximum(-advantages * ratio, -advantages * bounded).mean(1).sum()
+        logits = (logits - torch.autograd.grad(loss, logits)[0]).detach().requires_grad_()
+    return promised, gained
 
 
-def push(estimator, p, n):
-    """Expected update over the gradient of the question's score p, summed over all groups of n scores 0 or 1."""
-    total = 0.0
-    for k in range(1, n):
-        scores = torch.tensor([1.0] * k + [0.0] * (n - k), dtype=torch.float64)
-        chance = comb(n, k) * p**k * (1 - p) ** (n - k)
-        advantages = scores - scores.mean()
-        advantages = advantages / (scores.std() + 1e-6) if estimator == "grpo" else advantages * n / (n - 1)
-        total += chance * (advantages * (scores - p)).mean().item()
-    return total / (p * (1 - p))
-
-
-def difficulty():
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
-    grid = [0.005 * i for i in range(1, 200)]
-    left.plot(grid, [(p * (1 - p)) ** -0.5 for p in grid], "k-", label="1/std of the policy: n without end")
-    for n, style in ((64, "-."), (16, "--"), (8, "-"), (4, ":")):
-        left.plot(grid, [push("grpo", p, n) for p in grid], style, label=f"grpo, n = {n}")
-    left.plot(grid, [push("rloo", p, 8) for p in grid], color="0.5", linewidth=3, alpha=0.6, label="rloo, any n")
-    left.set(xlabel="share of right answers to the question", ylabel="expected push / true gradient", ylim=(0, 8))
-    left.legend(fontsize=7, ncols=2, loc="upper center")
-    right.set_title("relative to a question with p = 1/2", fontsize=9)
-    left.set_title("weight of a question", fontsize=9)
-    for n, style in ((64, "-."), (16, "--"), (8, "-"), (4, ":"), (2, "-")):
-        values = [push("grpo", p, n) / push("grpo", 0.5, n) for p in grid]
-        right.plot(grid, values, style, label=f"grpo, n = {n}", linewidth=3 if n == 2 else 1.5, alpha=0.9)
-    right.set(xlabel="share of right answers to the question", ylim=(0.8, 4.2))
-    right.legend(fontsize=7)
+def epochs():
+    """What many steps on one batch promise and what they bring, with and without the clip."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.5))
+    looks = {"0.1": ("C1", ":"), "0.2": ("black", "-"), "0.3": ("C0", "-."), None: ("black", "--")}
+    for clip, (color, line) in looks.items():
+        promised, gained = many_steps(*((float(clip),) * 2 if clip else (1.0, 1e9)))
+        label = f"clip {clip}" if clip else "no clip"
+        left.plot(promised, color=color, ls=line, lw=1.6, label=label)
+        right.plot(gained, color=color, ls=line, lw=1.6, label=label)
+    right.axhline(0, color="black", lw=0.6)
+    left.set_title("promised by the batch: mean of ratio * A", fontsize=10)
+    right.set_title("gained in truth: change of expected reward", fontsize=10)
     for axes in (left, right):
-        axes.grid(alpha=0.3)
-    save(figure, "difficulty")
-
-
-def aggregation():
-    """Seven responses of 32 tokens, and one whose length varies; at most 64 tokens."""
-    modes = {
-        "token-mean": ("-", "o"),
-        "seq-mean-token-mean": ("--", "s"),
-        "seq-mean-token-sum": ("-.", "^"),
-        "seq-mean-token-sum-norm": (":", "v"),
-    }
-    lengths = list(range(2, 65, 2))
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6))
-    for mode, (line, marker) in modes.items():
-        token, whole = [], []
-        for n in lengths:
-            mask = torch.arange(64) < torch.tensor([32] * 7 + [n])[:, None]
-            weights = token_weights(mask, mode, 64)
-            token.append(weights[7, 0].item())
-            whole.append(weights[7].sum().item())
-        for axes, values in zip(panels, (token, whole)):
-            axes.plot(lengths, values, line, marker=marker, markevery=5, markersize=5, label=mode)
-    for axes, what in zip(panels, ("one token", "all its tokens together")):
-        axes.set(xlabel="length of the response", ylabel="weight in the loss", yscale="log", title=what)
-        axes.title.set_fontsize(9)
-        axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=7, loc=(0.42, 0.45))
-    save(figure, "aggregation")
+        axes.set_xscale("symlog", linthresh=1)
+        axes.set_xticks([0, 1, 2, 4, 8, 16, 32, 64, 128], [0, 1, 2, 4, 8, 16, 32, 64, 128], fontsize=8)
+        axes.set(xlabel="steps on the same batch", xlim=(0, 128))
+        axes.legend(fontsize=9, loc="upper left" if axes is left else "lower left")
+    save(figure, "epochs")
 
 
 if __name__ == "__main__":
-    difficulty()
-    aggregation()
+    epochs()

@@ -1,51 +1,73 @@
-"""Figure of chapter 6: python notes/figures/06.py draws policies."""
+"""Figures of chapter 6: python notes/figures/06.py draws difficulty and aggregation."""
 
-import numpy as np
+from math import comb
+
+import torch
 from style import plt, save
 
+from grpo_llm import token_weights
 
-def time_line():
-    """How far reference, old and current policy are from the start, through two iterations of three steps each."""
-    figure, axes = plt.subplots(figsize=(9.4, 4.6))
-    axes.set(xlim=(-1.4, 18.9), ylim=(-1.2, 6.1))
-    axes.axis("off")
-    blue, orange, grey = "#1f6bc2", "#c25e00", "#555555"
-    arrow = {"arrowstyle": "<|-|>", "shrinkA": 0, "shrinkB": 0, "color": "black"}
-    phases = [("1\nrollout", 1.9, "#eef3fb"), ("2 to 5\nreward, log-probs,\nadvantages", 3.4, "#fdf3dc")]
-    phases += [(f"6\nstep {k}", 1.2, "#e3f2e1") for k in (1, 2, 3)]
-    for number, start, level in ("n", 0.0, 0.6), ("n+1", 8.9, 2.4):
-        end = start
-        for text, width, colour in phases:
-            axes.add_patch(plt.Rectangle((end, -0.15), width, 5.5, facecolor=colour, edgecolor="white", lw=2))
-            axes.text(end + width / 2, 5.25, text, fontsize=8.5, ha="center", va="top", linespacing=1.3)
-            end += width
-        axes.text((start + end) / 2, 5.65, f"iteration ${number}$", fontsize=10, ha="center")
-        steps = [start + 5.3 + 1.2 * k for k in range(3)]
-        moves = [x + 0.9 for x in steps]  # where a step ends, the current policy moves
-        stairs = [level + 0.6 * k for k in range(4)]
-        axes.plot([start, *np.repeat(moves, 2), end], np.repeat(stairs, 2), color=blue, lw=2.4)
-        axes.plot(start + 0.95, level, "o", color=blue, ms=7)
-        axes.text(start + 0.95, level + 0.25, "samples", color=blue, fontsize=8.5, ha="center")
-        axes.plot([start + 2.5, end], [level - 0.08] * 2, color=orange, lw=2.4, ls=(0, (3, 1)))
-        axes.plot(start + 2.5, level - 0.08, "s", color=orange, ms=7)
-        axes.text(start + 2.5, level + 0.25, "log-probs taken", color=orange, fontsize=8.5)
-        axes.annotate("", (start + 3.6, level - 0.08), (start + 3.6, 0), arrowprops=arrow)
-        axes.text(start + 3.75, (level - 0.08) / 2, "KL", fontsize=8.5, va="center")
-        for k in 1, 2:
-            axes.annotate("", (steps[k] + 0.3, stairs[k]), (steps[k] + 0.3, level - 0.08), arrowprops=arrow)
-            axes.text(steps[k] + 0.4, (stairs[k] + level) / 2, "ratio", fontsize=8.5, va="center")
-    axes.plot([0, end], [0, 0], color=grey, lw=2.4, ls=":")
-    for x, y, side, colour, name in (
-        *((-0.2, 0.6, "right", blue, "current"), (-0.2, 0, "right", grey, "reference")),
-        *((end + 0.2, 4.2, "left", blue, "current"), (end + 0.2, 2.32, "left", orange, "old")),
-        (end + 0.2, 0, "left", grey, "reference"),
-    ):
-        axes.text(x, y, name, color=colour, fontsize=9.5, ha=side, va="center")
-    axes.annotate("", (end, -0.5), (0, -0.5), arrowprops={"arrowstyle": "-|>", "color": "black"})
-    axes.text(end, -0.85, "time", fontsize=8.5, ha="right", va="center")
-    axes.text(0, -0.85, "height: how far the weights are from those of the start", fontsize=8.5, va="center")
-    save(figure, "policies")
+
+def push(estimator, p, n):
+    """Expected update over the gradient of the question's score p, summed over all groups of n scores 0 or 1."""
+    total = 0.0
+    for k in range(1, n):
+        scores = torch.tensor([1.0] * k + [0.0] * (n - k), dtype=torch.float64)
+        chance = comb(n, k) * p**k * (1 - p) ** (n - k)
+        advantages = scores - scores.mean()
+        advantages = advantages / (scores.std() + 1e-6) if estimator == "grpo" else advantages * n / (n - 1)
+        total += chance * (advantages * (scores - p)).mean().item()
+    return total / (p * (1 - p))
+
+
+def difficulty():
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    grid = [0.005 * i for i in range(1, 200)]
+    left.plot(grid, [(p * (1 - p)) ** -0.5 for p in grid], "k-", label="1/std of the policy: n without end")
+    for n, style in ((64, "-."), (16, "--"), (8, "-"), (4, ":")):
+        left.plot(grid, [push("grpo", p, n) for p in grid], style, label=f"grpo, n = {n}")
+    left.plot(grid, [push("rloo", p, 8) for p in grid], color="0.5", linewidth=3, alpha=0.6, label="rloo, any n")
+    left.set(xlabel="share of right answers to the question", ylabel="expected push / true gradient", ylim=(0, 8))
+    left.legend(fontsize=7, ncols=2, loc="upper center")
+    right.set_title("relative to a question with p = 1/2", fontsize=9)
+    left.set_title("weight of a question", fontsize=9)
+    for n, style in ((64, "-."), (16, "--"), (8, "-"), (4, ":"), (2, "-")):
+        values = [push("grpo", p, n) / push("grpo", 0.5, n) for p in grid]
+        right.plot(grid, values, style, label=f"grpo, n = {n}", linewidth=3 if n == 2 else 1.5, alpha=0.9)
+    right.set(xlabel="share of right answers to the question", ylim=(0.8, 4.2))
+    right.legend(fontsize=7)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    save(figure, "difficulty")
+
+
+def aggregation():
+    """Seven responses of 32 tokens, and one whose length varies; at most 64 tokens."""
+    modes = {
+        "token-mean": ("-", "o"),
+        "seq-mean-token-mean": ("--", "s"),
+        "seq-mean-token-sum": ("-.", "^"),
+        "seq-mean-token-sum-norm": (":", "v"),
+    }
+    lengths = list(range(2, 65, 2))
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6))
+    for mode, (line, marker) in modes.items():
+        token, whole = [], []
+        for n in lengths:
+            mask = torch.arange(64) < torch.tensor([32] * 7 + [n])[:, None]
+            weights = token_weights(mask, mode, 64)
+            token.append(weights[7, 0].item())
+            whole.append(weights[7].sum().item())
+        for axes, values in zip(panels, (token, whole)):
+            axes.plot(lengths, values, line, marker=marker, markevery=5, markersize=5, label=mode)
+    for axes, what in zip(panels, ("one token", "all its tokens together")):
+        axes.set(xlabel="length of the response", ylabel="weight in the loss", yscale="log", title=what)
+        axes.title.set_fontsize(9)
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=7, loc=(0.42, 0.45))
+    save(figure, "aggregation")
 
 
 if __name__ == "__main__":
-    time_line()
+    difficulty()
+    aggregation()

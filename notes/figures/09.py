@@ -1,48 +1,33 @@
-"""Figures of chapter 9: python notes/figures/09.py draws exploding, critic_wrong and entropy.
+"""Figure of chapter 9: python notes/figures/09.py draws overoptimised."""
 
-Drawn from benchmarks/results/symptoms.csv and from seed 1 of the default runs.
-"""
+from style import RESULTS, plt, save
+from common import grouped, read_csv
 
-from style import RESULTS, draw_run, plt, save
-from plot import read_runs, read_table
-
-# A look for each line, so that none depends on its colour; the first is the healthy run.
-LOOKS = [("0.6", "-", None), ("C3", "-", "o"), ("C0", "--", "s"), ("C2", "-.", "^")]
+RUNS = {"ppo-rm": "reward model of all pairs", "ppo-few": "of 16 pairs", "ppo-rule": "the rule itself"}
 
 
-def panels(name, metrics, runs, last, log=()):
-    """A row of panels in which the same runs are drawn, {label: run}; `log`: metrics with a logarithmic scale."""
-    symptoms = read_table(RESULTS / "symptoms.csv")
-    healthy = {script: read_runs(RESULTS / f"{script}.csv")[0] for script in ("ppo", "grpo")}
-    figure, row = plt.subplots(1, len(metrics), figsize=(9.6, 3.6))
-    for axes, metric in zip(row, metrics):
-        for (label, run), (color, line, marker) in zip(runs.items(), LOOKS):
-            look = {"color": color, "ls": line, "marker": marker, "markersize": 3.5}
-            draw_run(axes, (symptoms | healthy)[run], metric, last, label=label, **look)
-        axes.set(title=metric, xlabel="iteration", xlim=(0, last), yscale="log" if metric in log else "linear")
-        axes.grid(alpha=0.3)
-    figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(runs))
-    save(figure, name)
-
-
-def exploding():
-    runs = {"PPO's defaults": "ppo", "--lr 3e-3": "kl-explodes"}
-    metrics = ["actor/ratio_max", "actor/approx_kl", "kl/mean", "reward/mean"]
-    panels("exploding", metrics, runs, 8, metrics[:2])
-
-
-def critic_wrong():
-    runs = {"PPO's defaults": "ppo", "--critic-lr 1e-7": "critic-frozen", "values-late": "values-late"}
-    panels("critic_wrong", ["critic/explained_variance", "critic/loss", "reward/mean"], runs, 8)
-
-
-def entropy():
-    runs = {"GRPO's defaults": "grpo", "--lr 1e-3": "entropy-collapse", "--temperature 0.3": "entropy-low"}
-    runs["--entropy-coef 1, top-p (PPO)"] = "entropy-rises"
-    panels("entropy", ["actor/entropy", "eval/score_sampled", "reward/mean"], runs, 20, ["actor/entropy"])
+def overoptimised():
+    """What the reward model says and what the rule says of the same sampled answers, three seeds."""
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2))
+    titles = "the reward model's score", "the rule: share of right answers", "right answer scored above a wrong one"
+    rows = [row for row in read_csv(RESULTS / "pipeline" / "ppo.csv") if row["rule"]]
+    for (name, _), run in grouped(rows, "run", "seed").items():
+        if name not in RUNS:
+            continue
+        for axis, metric in zip(axes, ("score", "rule", "order")):
+            if run[0][metric] and (metric, name) != ("score", "ppo-rule"):
+                steps = [int(row["step"]) for row in run]
+                values = [float(row[metric]) for row in run]
+                axis.plot(steps, values, color=f"C{[*RUNS].index(name)}", marker="o", markersize=3)
+    for axis, title in zip(axes, titles):
+        axis.set(title=title, xlabel="iteration")
+        axis.grid(alpha=0.3)
+    for axis in axes[1:]:
+        axis.yaxis.set_major_formatter("{x:.0%}")
+    lines = [plt.Line2D([], [], color=f"C{i}", label=label) for i, label in enumerate(RUNS.values())]
+    figure.legend(handles=lines, loc="outside lower center", ncols=3)
+    save(figure, "overoptimised")
 
 
 if __name__ == "__main__":
-    exploding()
-    critic_wrong()
-    entropy()
+    overoptimised()

@@ -1,33 +1,33 @@
-// The page "PPO in thirty minutes" and the sliders of chapters 1 and 2. What an iteration computes from the numbers in
+// The page "PPO in thirty minutes" and the sliders of chapters 1 and 4. What an iteration computes from the numbers in
 // response.js is computed anew at every move. A test holds the first five functions against the scripts' own.
 
-// [4.5] The price of the KL for every token; the score comes with the last.
+// [7.5] The price of the KL for every token; the score comes with the last.
 function tokenRewards(score, kl, price) {
   return kl.map((d, t) => (t === kl.length - 1 ? score : 0) - price * d)
 }
 
-// [2.3]
+// [4.3]
 function gae(rewards, values, gamma, lam) {
   const deltas = rewards.map((reward, t) => reward + gamma * (values[t + 1] ?? 0) - values[t]), advantages = []
   for (let t = deltas.length - 1, next = 0; t >= 0; t--) advantages[t] = next = deltas[t] + gamma * lam * next
   return {deltas, advantages, returns: advantages.map((advantage, t) => advantage + values[t])}
 }
 
-// [2.7] All tokens of the batch -> the function that whitens one of them.
+// [4.7] All tokens of the batch -> the function that whitens one of them.
 function whitener(numbers) {
   const mean = numbers.reduce((sum, x) => sum + x, 0) / numbers.length
   const variance = numbers.reduce((sum, x) => sum + (x - mean) ** 2, 0) / (numbers.length - 1)
   return x => (x - mean) / Math.sqrt(variance + 1e-8)
 }
 
-// [3.3] Also `push`, minus the gradient with respect to the token's log-prob.
+// [5.3] Also `push`, minus the gradient with respect to the token's log-prob.
 function policyLoss(ratio, advantage, low, high) {
   const unclipped = -advantage * ratio, bounded = -advantage * Math.min(Math.max(ratio, 1 - low), 1 + high)
   const clipped = bounded > unclipped
   return {loss: Math.max(unclipped, bounded), clipped, push: clipped ? 0 : advantage * ratio}
 }
 
-// [5.1] GRPO's: 0 if all scores of the group are the same.
+// [6.4] GRPO's: 0 if all scores of the group are the same.
 function groupAdvantages(scores) {
   const mean = scores.reduce((sum, x) => sum + x, 0) / scores.length
   const std = Math.sqrt(scores.reduce((sum, x) => sum + (x - mean) ** 2, 0) / (scores.length - 1))
