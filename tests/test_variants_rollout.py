@@ -123,8 +123,8 @@ def test_two_turns_asks_again_if_the_first_answer_is_wrong():
     algo = load_script(FILES / "two_turns.py")
     games = [algo.TwoTurns() for _ in range(3)]
     for game, answers in zip(games, (["7"], ["6", "7"], ["6", "5"])):
-        game.reset(question="which?", answer="so #### 7")
-        said = [game.step(f"#### {answer}") for answer in answers]
+        game.reset(question="which?", answer="#### 7")
+        said = [game.step(f" #### {answer}") for answer in answers]
         assert said == ["\nThat is wrong, try again.\nwhich?", None][-len(answers) :]
     assert algo.turns(games) == {"first": [1.0, 0.0, 0.0], "second": [0.0, 1.0, 0.0]}
     assert [game.get_reward() for game in games] == [1.0, 1.0, 0.0]

@@ -8,7 +8,7 @@ Group: sampling, turns, tools
         --max-response-length 96 --lr 1.5e-4 --total-iterations 20
 
 Several turns in their smallest form (as in SCoRe, 2409.12917). Both answers are trained, and not what is said between
-them. The parts of the score tell which answer was right. Questions are texts.
+them. The parts of the score tell which answer was right. Questions and answers are texts.
 """
 
 
@@ -19,9 +19,8 @@ class TwoTurns:
         self.right = []  # for each answer so far, whether it was
 
     def step(self, text):
-        said, wanted = (each.rpartition("####")[2].strip() for each in (text, self._answer))
-        self.right.append(said == wanted)
-        if said == wanted or len(self.right) == 2:
+        self.right.append(text.strip() == self._answer)  # a lost form is wrong, too, or "#### #### 1" would be paid
+        if self.right[-1] or len(self.right) == 2:
             return None
         return f"\nThat is wrong, try again.\n{self._question}"
 
