@@ -5,10 +5,13 @@ Group: sampling, turns, tools
     accelerate launch environment_llm.py --environment notes/variants/two_turns.py:TwoTurns
         --reward notes/variants/two_turns.py:turns --model runs/tasks/boxes/model
         --dataset runs/tasks/boxes/train.jsonl --eval-dataset runs/tasks/boxes/test.jsonl --prompt-suffix ""
-        --max-response-length 96 --lr 1.5e-4 --total-iterations 20
+        --max-response-length 96 --lr 1e-3 --kl-loss-coef 0 --total-iterations 40
 
 Several turns in their smallest form (as in SCoRe, 2409.12917). Both answers are trained, and not what is said between
 them. The parts of the score tell which answer was right. Questions and answers are texts.
+
+Measured: three seeds of that task: one takes the other box after 25 iterations, and all its second answers are right.
+In the other two, half of them are, as at first.
 """
 
 
