@@ -389,7 +389,7 @@ def main(args: Args):
             "time/iteration": time.perf_counter() - started,  # without evaluating and saving
             "actor/entropy": global_mean(entropy, mask),
             "actor/clipfrac": global_mean(clipped, actions),
-            "actor/approx_kl": global_mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [5.13]
+            "actor/approx_kl": global_mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [5.9]
             "actor/ratio_mean": global_mean(ratio, actions),
             "actor/ratio_max": global_max(ratio),
         }
@@ -524,7 +524,7 @@ def constant_groups(scores, group_size):
     return groups.amax(1) - groups.amin(1) <= 1e-6 * groups.abs().amax(1).clamp(min=1)
 
 
-def kl_penalty(logprobs, ref_logprobs, kind):  # [7.1]
+def kl_penalty(logprobs, ref_logprobs, kind):  # [7.2]
     """Per-token estimate of KL(pi || pi_ref) from tokens sampled by pi (Schulman, "Approximating KL Divergence").
 
     With x = ref_logprobs - logprobs: k1 = -x, k2 = x^2/2, k3 = exp(x) - 1 - x. Above x = 5, k3 continues as its

@@ -354,8 +354,8 @@ def main(args: Args):
         raw_advantages = torch.zeros_like(values)  # (B,L)
         next_value = next_advantage = torch.zeros_like(values[:, 0])  # (B,)
         for t in reversed(range(values.shape[1])):
-            delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # [4.3] the TD error
-            advantage = delta + args.gamma * args.lam * next_advantage  # [4.4]
+            delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # [4.2] the TD error
+            advantage = delta + args.gamma * args.lam * next_advantage  # [4.3]
             raw_advantages[:, t] = torch.where(mask[:, t], advantage, 0)
             next_value = torch.where(mask[:, t], values[:, t], next_value)  # [4.5] carried across other tokens
             next_advantage = torch.where(mask[:, t], advantage, next_advantage)
@@ -421,7 +421,7 @@ def main(args: Args):
             "time/iteration": time.perf_counter() - started,  # without evaluating and saving
             "actor/entropy": global_mean(entropy, mask),
             "actor/clipfrac": global_mean(clipped, actions),
-            "actor/approx_kl": global_mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [5.13]
+            "actor/approx_kl": global_mean(kl_penalty(old_logprobs, new_logprobs, "k3"), actions),  # [5.9]
             "actor/ratio_mean": global_mean(ratio, actions),
             "actor/ratio_max": global_max(ratio),
             "critic/loss": all_reduce(critic_loss).item() / len(steps),
@@ -540,7 +540,7 @@ def place_scores(scores, mask):  # [7.7]
     return torch.zeros_like(mask, dtype=torch.float32).scatter(1, last, scores[:, None])
 
 
-def kl_penalty(logprobs, ref_logprobs, kind):  # [7.1]
+def kl_penalty(logprobs, ref_logprobs, kind):  # [7.2]
     """Per-token estimate of KL(pi || pi_ref) from tokens sampled by pi (Schulman, "Approximating KL Divergence").
 
     With x = ref_logprobs - logprobs: k1 = -x, k2 = x^2/2, k3 = exp(x) - 1 - x. Above x = 5, k3 continues as its
