@@ -307,7 +307,7 @@ def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, 
         passed, expected = [script.Policy(x, args.temperature)(tokens, mask) for x in (ours.train(), plain)]  # (3,B,L)
     kl, _, z = script.check_sampler(sampled, *passed, mask, 1e-5, 0).values()  # refuses what the scripts would
     changed = ((passed[0] - expected[0]) * mask).abs().max()
-    look(abs(z) > 5, f"the surprise of these answers is {z:.1f} standard errors from 0: are they the policy's? (6.7)")
+    look(abs(z) > 5, f"the surprise of these answers is {z:.1f} standard errors from 0: are they the policy's? (12.6)")
     stop(not changed <= 0.01, f"log-probs differ by {changed:.2} from those of {model} loaded without the script")
     print(f"ok    KL from the sampler, float32: {kl:.0e}, surprise {z:.1f}; {changed:.0e} from plain log-probs")
 

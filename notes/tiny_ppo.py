@@ -2,7 +2,7 @@
 
     python notes/tiny_ppo.py [SEED]
 
-The bundled model (0.86M parameters) learns to show its work in word problems; 40 iterations, a quarter of an hour on a CPU.
+The bundled model (0.86M parameters) learns to show its work in word problems; 40 iterations, 15 minutes on a CPU.
 One process, no options, nothing saved: to try something, copy ppo_llm.py, which is this with all that a real run needs.
 
 Shapes: B responses, each in a row of L tokens with its prompt. What belongs to an action, the sampled token i + 1,
