@@ -6,8 +6,8 @@ It trains for three small iterations, with the bundled model unless --flags name
 with a rate of 0, where old, new and reference log-probs are equal; on `two`, where both must step with one gradient;
 `resumed` on one from the checkpoint of those after two iterations; in bfloat16, where the script itself stops a sampler
 that is off; with --shards merged with the sharded script, and resumed. Processes that neither print nor compute for a
-minute are ended. Last, the script itself: if it logs the same, nothing of the change was checked. Exit code 1: not all
-is well.
+minute are ended. After the first, the script itself: if it logs the same, nothing of the change was checked.
+Exit code 1: not all is well.
 """
 
 import argparse
