@@ -71,9 +71,9 @@ if __name__ == "__main__":
         print(f"{file.stem}, {len(lines)} answers: {', '.join(moved)}")
         changes += [(file.stem, line, result) for line, result in zip(lines, results)]
     changes = [change for change in changes if change[1]["score"] != change[2]["score"]]
-    changes.sort(key=lambda change: -abs(change[2]["score"] - change[1]["score"]))
     print(f"{len(changes)} scores have changed")
-    for name, line, result in changes[:5]:
+    once = {(line["prompt"], line["response"]): (name, line, result) for name, line, result in changes}  # the newest
+    for name, line, result in sorted(once.values(), key=lambda x: -abs(x[2]["score"] - x[1]["score"]))[:5]:
         print(
             f"\n{name}: {line['score']:.3f} -> {result['score']:.3f}, the reference answer is {line['answer']!r:.100}"
         )
