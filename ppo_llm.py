@@ -580,7 +580,7 @@ def check_sampler(rollout_logprobs, old_logprobs, entropy, variance, mask, limit
     if abs(z) > 8 and abs(surprise) > limit and total_variance > 1000:
         fail(
             f"iteration {iteration}: the policy would not have sampled these tokens: their mean surprise is "
-            f"{surprise:.3f} nats (limit {limit:.2}), {z:.1f} standard errors: sampler too cold or cut (notes, 12.6)"
+            f"{surprise:.3f} nats (limit {limit:.2}), {z:.1f} standard errors: too cold, too warm or cut? (notes, 12.6)"
         )
     return {"rollout/kl": mean_kl, "rollout/surprise": surprise, "rollout/surprise_z": z}
 
@@ -1007,7 +1007,10 @@ def compute_scores(reward_function, tokenizer, rows, responses):  # [8.5]
         parameters = named
     # A reward may change what it gets: every response has copies of its own.
     named = {name: [*map(copy.deepcopy, named[name])] for name in parameters if name in named}
-    returned = reward_function(**named)
+    try:
+        returned = reward_function(**named)
+    except SystemExit as error:  # the run would end as if all were well
+        fail(f"the reward function has ended the program: exit({error.code!r})")
     columns = returned if isinstance(returned, dict) else {"score": returned}
     if {hasattr(column, "__getitem__") and len(column) for column in columns.values()} != {len(rows)}:
         fail(f"the reward must return numbers for {len(rows)} responses, not {str(returned)[:300]}")
@@ -1050,8 +1053,9 @@ def evaluate(iteration, rows, rollout, reward_function, tokenizer, run_dir, args
     """
     if not rows:
         return {}
-    shape = len(rows), args.max_response_length
-    uniforms = torch.rand(shape, generator=random_stream("eval", args.seed), dtype=torch.float64)
+    uniforms = torch.rand(
+        len(rows), args.max_response_length, generator=random_stream("eval", args.seed), dtype=torch.float64
+    )
     # A rank without rows still takes part in the means.
     mine = slice(accelerator.process_index, None, accelerator.num_processes)
     rows = rows[mine]
@@ -1080,7 +1084,7 @@ def log(iteration, metrics, run_dir, accelerator):
 
 def find_run(args):
     """(folder of the run, its newest checkpoint or None)."""
-    if args.resume and args.run_name is None:
+    if args.resume and not args.run_name:
         fail("--resume needs --run-name, the name of the run to continue")
     name = args.run_name or f"{Path(__file__).stem}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(args.output_dir, broadcast_object_list([name])[0])  # the time is that of rank 0

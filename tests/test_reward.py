@@ -189,8 +189,10 @@ NUMBER = "error: the reward must be numbers below 1e15, not {}, of 'b' after 'p1
     ],
 )
 def test_what_a_reward_returns_may_be_refused(algo, returned, sentence):
-    """By the response that has no number."""
+    """By the response that has no number. One that ends the program would end the run as if all were well."""
     assert refusal(lambda: results(algo, lambda: returned, ["a", "b", "c"])) == sentence
+    sentence = "error: the reward function has ended the program: exit(0)"
+    assert refusal(lambda: results(algo, lambda: sys.exit(0), ["a", "b", "c"])) == sentence
 
 
 @pytest.mark.parametrize("stem", ["math", "torch"])
