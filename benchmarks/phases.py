@@ -11,7 +11,7 @@ A phase lasts until another begins, so together they fill the iteration, from dr
     reward      `to_batch` has ended          critic   a Critic is called with gradients
     logprobs    `pack` cuts the batch         log      an optimizer has stepped, and no other phase begins
     values      a Critic is called without    eval     `evaluate` begins; with what is saved after it
-    advantages  `kl_penalty` begins, of the rewards: the first after `check_sampler`
+    advantages  `kl_penalty` begins, after the last of these passes
 
 So time/iteration, which the scripts measure themselves, is the sum of all but eval, up to a few milliseconds. What
 comes after `log` is not covered: checkpoints, and the end of a run. time/clock says when a line was logged. Waiting for
@@ -35,7 +35,6 @@ import common
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-PHASES = "rollout", "reward", "logprobs", "values", "advantages", "actor", "critic", "log"
 OUTSIDE = "outside"  # of an iteration
 FROM_OUTSIDE = "rollout", "eval"  # what an iteration, or the evaluation before training, begins with
 
@@ -100,22 +99,15 @@ class Clock:
         module_class.__call__ = call
 
     def wrap_rewards(self, algo):
-        """The rewards begin with their KL, the first that is taken once the sampler has been checked."""
-        check, kl_penalty = algo.check_sampler, algo.kl_penalty
-        waiting = []
-
-        def checked(*args, **kwargs):
-            result = check(*args, **kwargs)
-            waiting.append(True)
-            return result
+        """The rewards begin with their KL; the passes go on after that of the sampler's check, which is none."""
+        kl_penalty = algo.kl_penalty
 
         def penalty(*args, **kwargs):
-            if waiting:
-                waiting.clear()
+            if self.phase in ("logprobs", "values"):
                 self.enter("advantages")
             return kl_penalty(*args, **kwargs)
 
-        algo.check_sampler, algo.kl_penalty = checked, penalty
+        algo.kl_penalty = penalty
 
     def wrap_log(self, algo):
         """The iteration ends where its line is logged, which gets the seconds."""

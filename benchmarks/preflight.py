@@ -279,21 +279,24 @@ def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, 
     if look(no_model or shell.num_parameters() > 3e9, "no weights are loaded, so the model is not asked"):
         return
     ours = script.load_model(model, AutoModelForCausalLM, args.lora_rank, task_type="CAUSAL_LM")
-    results, scores = [], []
+    results, flat = [], ["score"]  # what is the same in all answers so far, be it the score or a part
     rows = random.Random(1).choices(rows, k=32)  # neighbours in the file may have the same answer
-    while len({*scores}) < 2 and len(scores) < 32:  # a model that is right once in five times may fail eight times
-        some = rows[len(scores) :][:8]
+    while flat and len(results) < 32:  # a model that is right once in five times may fail eight times
+        some = rows[len(results) :][:8]
         uniforms = torch.rand(8, args.max_response_length, dtype=torch.float64)
         responses = script.generate(ours, [row["input_ids"] for row in some], uniforms, eos_ids, args.temperature)
         results += script.compute_scores(function, tokenizer, some, responses)
-        scores = [result["score"] for result in results]
+        here = [{"score": result["score"]} | result["parts"] for result in results]
+        flat = [name for name in here[0] if len({x[name] for x in here}) < 2]
     swapped = script.compute_scores(function, tokenizer, some[1:] + some[:1], responses)
-    for name in "score", *results[0]["parts"]:
-        here, there = [[(x | x["parts"])[name] for x in each] for each in (results, swapped)]
-        said = f"mean {sum(here[-8:]) / 8:.4g}, as answers to other prompts {sum(there) / 8:.4g}"
-        print(f"ok    {name} of {len(here)} answers of the model: {min(here):.4g} to {max(here):.4g}, {said}")
-        more = reached.get(name, here[0])
-        look(len({*here}) < 2 and more > here[0], f"{name} is {here[0]:.4g} in all of them, and could be {more:.4g}")
+    for name in here[0]:
+        values, there = [x[name] for x in here], [(x | x["parts"])[name] for x in swapped]
+        said = f"mean {sum(values[-8:]) / 8:.4g}, as answers to other prompts {sum(there) / 8:.4g}"
+        print(f"ok    {name} of {len(here)} answers of the model: {min(values):.4g} to {max(values):.4g}, {said}")
+        more = reached.get(name, values[0])
+        same = f"{name} is {values[0]:.4g} in all of {len(here)}, and could be {more:.4g}"
+        look(name in flat and more > values[0], same)
+    scores = [result["score"] for result in results]
     cut = sum(result["truncated"] for result in results)
     print(f"ok    {cut} of {len(results)} have no EOS within {args.max_response_length} tokens")
     look(cut > 0.8 * len(results), "most answers would be cut off: --max-response-length, or no turn ends in an EOS")

@@ -1,14 +1,14 @@
 """How fast are the scripts? An iteration beside TRL's on the same work, and two processes beside one.
 
-    python benchmarks/speed.py iteration --trl TRL/bin/python               beside TRL
-    python benchmarks/speed.py iteration --trl TRL/bin/python --steps 1     with one optimizer step for each batch
-    python benchmarks/speed.py scaling      two processes against one
+    python benchmarks/speed.py measure --trl TRL/bin/python               beside TRL
+    python benchmarks/speed.py measure --trl TRL/bin/python --steps 1     with one optimizer step for each batch
     python benchmarks/speed.py table        tables of everything measured so far
 
 TRL needs an environment of its own (`pip install trl`), in which this file runs, too. All contenders take turns, round
-by round, on the bundled model and two processes. In a round, we take each contender's median over the iterations after
-the warm-up, and their ratios; the number we report is the median of these ratios over the rounds. Results are appended
-to benchmarks/results/speed/measured.jsonl, and `table` writes README.md next to it. phases.py times the phases.
+by round, on the bundled model and two processes, ours also on one with the same batch. In a round, we take each
+contender's median over the iterations after the warm-up, and their ratios; the number we report is the median of these
+ratios over the rounds. Results are appended to benchmarks/results/speed/measured.jsonl, and `table` writes README.md
+next to it. phases.py times the phases.
 """
 
 import argparse
@@ -176,8 +176,19 @@ def run_trl(python, task, folder):
 # --- The commands ----------------------------------------------------------------------------------------------------
 
 
-def take_turns(what, runs, args, **about):
+def measure(args, folder):
     """Every round runs every contender once. Each one's medians are kept."""
+    task, runs = make_task(folder, args.steps, args.iterations), {}
+    for script, flags in ("grpo_llm", GROUPED), ("ppo_llm", SINGLE):
+        ours = f"{script[:-4].upper()} ours"
+        for name, processes in (ours, 2), (f"{ours}, one process", 1):
+            runs[name] = functools.partial(run_ours, script, flags, task, folder, processes=processes)
+    shared = folder / "shared_prompt" / "grpo_llm.py"
+    shared.parent.mkdir()
+    common.run([sys.executable, ROOT / "notes" / "variants.py", "apply", "shared_prompt", shared])
+    runs["GRPO ours, shared_prompt"] = functools.partial(run_ours, "grpo_llm", GROUPED, task, folder, shared.parent)
+    if args.trl:
+        runs["GRPO TRL"] = functools.partial(run_trl, args.trl, task, folder)
     names = re.findall("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     machine = f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB"
@@ -186,34 +197,10 @@ def take_turns(what, runs, args, **about):
         for name, run in runs.items():
             lines, peak = run()
             values = {key: statistics.median(line[key] for line in lines[WARM_UP:]) for key in lines[0]}
-            row = {"what": what, "machine": machine, "round": round_number, "name": name, "peak_bytes": peak}
-            print(json.dumps(row | about | values), flush=True)
+            row = {"steps": args.steps, "machine": machine, "round": round_number, "name": name, "peak_bytes": peak}
+            print(json.dumps(row | values), flush=True)
             with open(RESULTS / "measured.jsonl", "a") as file:
-                file.write(json.dumps(row | about | values) + "\n")
-
-
-def iteration(args, folder):
-    task = make_task(folder, args.steps, args.iterations)
-    runs = {}
-    for script, flags, variants in ("grpo_llm", GROUPED, ["shared_prompt", "bypass"]), ("ppo_llm", SINGLE, ["bypass"]):
-        ours = f"{script[:-4].upper()} ours"
-        runs[ours] = functools.partial(run_ours, script, flags, task, folder)
-        for name in variants:
-            path = folder / name / f"{script}.py"
-            path.parent.mkdir(exist_ok=True)
-            words = [ROOT / "notes" / "variants.py", "apply", name, path, "--on", ROOT / f"{script}.py"]
-            common.run([sys.executable, *words])
-            runs[f"{ours}, {name}"] = functools.partial(run_ours, script, flags, task, folder, path.parent)
-    if args.trl:
-        runs["GRPO TRL"] = functools.partial(run_trl, args.trl, task, folder)
-    take_turns("iteration", runs, args, steps=args.steps)
-
-
-def scaling(args, folder):
-    task = make_task(folder, args.steps, args.iterations)
-    for script, flags in ("grpo_llm", GROUPED), ("ppo_llm", SINGLE):
-        runs = {n: functools.partial(run_ours, script, flags, task, folder, processes=n) for n in (1, 2)}
-        take_turns("processes", runs, args, script=script)
+                file.write(json.dumps(row | values) + "\n")
 
 
 def ratios(rows, mine, peer):
@@ -232,34 +219,26 @@ def middle(rows, key):
 
 def table(args, folder):
     measured = read_lines(RESULTS / "measured.jsonl")
-    of = common.grouped(measured, "what")
     text = "# Speed\n\nMedians, made by `python benchmarks/speed.py`, with OMP_NUM_THREADS=1. "
     machines = ", ".join(common.grouped(measured, "machine"))
-    text += f"The bundled model and its task.\nMeasured on {machines}.\n"
-    head = ["", "rounds", "iteration, s", "of it rollout", "tokens/s", "peak memory, MiB", "of TRL's time"]
-    for steps, rows in common.grouped(of.get("iteration", []), "steps").items():
+    text += f"The bundled model and its task.\nMeasured on {machines}. An iteration has 256 responses.\n"
+    head = ["", "rounds", "iteration, s", "of it rollout", "tokens/s", "peak memory, MiB", "of TRL's time", "of ours"]
+    for steps, rows in common.grouped(measured, "steps").items():
         lines = []
         for name, own in common.grouped(rows, "name").items():
-            ratio = "" if name.endswith("TRL") else ratios(rows, name, f"{name.split()[0]} TRL")
+            algorithm = name.split()[0]
             line = [name, len(own), f"{middle(own, 'seconds'):.2f}", f"{middle(own, 'rollout'):.2f}"]
             line.append(f"{statistics.median(row['tokens'] / row['seconds'] for row in own):,.0f}")
-            lines.append([*line, f"{middle(own, 'peak_bytes') / 2**20:,.0f}", ratio])
-        title = f"An iteration of 256 responses, {steps} step{'s' * (steps > 1)}, two processes"
-        text += f"\n## {title}\n\n{common.markdown(head, lines)}\n"
-    lines = []
-    for script, rows in common.grouped(of.get("processes", []), "script").items():
-        own = common.grouped(rows, "name")
-        seconds = [f"{middle(own[n], 'seconds'):.2f}" for n in (1, 2)]
-        lines.append([script, len(own[2]), *seconds, ratios(rows, 1, 2)])
-    if lines:
-        head = ["", "rounds", "one process, s", "two, s", "times as fast"]
-        text += f"\n## Two processes against one, the same global batch\n\n{common.markdown(head, lines)}\n"
+            line.append(f"{middle(own, 'peak_bytes') / 2**20:,.0f}")
+            peers = f"{algorithm} TRL", f"{algorithm} ours"
+            lines.append([*line, *("" if name == peer else ratios(rows, name, peer) for peer in peers)])
+        text += f"\n## {steps} optimizer step{'s' * (steps > 1)}, two processes\n\n{common.markdown(head, lines)}\n"
     (RESULTS / "README.md").write_text(text)
     print(text)
 
 
 def main():
-    commands = {"iteration": iteration, "scaling": scaling, "table": table}
+    commands = {"measure": measure, "table": table}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=commands)
     parser.add_argument("--trl", help="python of an environment with the newest TRL")

@@ -6,10 +6,8 @@ What the scripts share to the byte is tried with the first; grpo_llm.py's own: t
 import math
 import re
 import shutil
-import sys
 from dataclasses import fields
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -329,16 +327,18 @@ def test_flags_that_do_not_go_together(script, toy_run, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wandb_gets_a_run_and_its_metrics(toy_run, monkeypatch):
-    """By the name of the folder, with the flags. A stub stands in for the package."""
-    wandb = mock.MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(tracking, "_available_trackers", [tracking.LoggerType.WANDB])
+def test_wandb_gets_a_run_and_its_metrics(toy_run, spy, monkeypatch, tmp_path):
+    """By the name of the folder, with the flags. Offline."""
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    started, logs = spy(wandb, "init"), spy(wandb.Run, "log")
     run_dir, metrics = toy_run(track="wandb")
-    ((_, options),) = wandb.init.call_args_list
-    assert options["project"] == "ppo_llm" and options["name"] == run_dir.name and options["config"]["lr"] == 1e-3
-    logged = [(call.kwargs["step"], call.args[0]) for call in wandb.init.return_value.log.call_args_list]
-    assert logged[1:] == [(m["step"], {k: x for k, x in m.items() if k != "step"}) for m in metrics]
+    ((_, run),) = started
+    assert run.project == "ppo_llm" and run.name == run_dir.name and run.config["lr"] == 1e-3
+    logged = [values for (_, values), _ in logs][-2:]  # before these, the flags as text
+    assert logged == [{k: x for k, x in m.items() if k != "step"} for m in metrics[1:]]
+    assert [*tmp_path.glob("wandb/offline-run-*/*.wandb")]
 
 
 def test_models_that_cannot_be_trained(toy_run, tmp_path):
