@@ -170,4 +170,5 @@ if __name__ == "__main__":
             script.write_text(variants.keep_insertions(variants.sharded(text, base)[0])[0])
             sharded = check("sharded", 2, script, flags)
             failed |= sharded or resume("sharded", "sharded-resumed", 2, script, flags)
+    print("it failed" if failed else "it passed")
     sys.exit(failed)

@@ -201,7 +201,12 @@ CASES = {  # what is changed in the folder, flags, words that must be said
     "part": (
         mine("{'sum': ['7' in r for r in responses], 'mark': ['####' in r for r in responses]}"),
         MINE,
-        "look: mark is 0 in all of 32, and could be 1",
+        "look: mark is 0 in all of 32, and at most 1 in answers that we made up",
+    ),
+    "never": (
+        mine("{'sum': ['7' in r for r in responses], 'no': ['+!' in r for r in responses]}"),
+        MINE,
+        "look: no is 0 in all of 32, and at most 0 in answers that we made up",
     ),
     "other task": (rows(8, question="zzkk"), "", "look: test prompts have other words"),
     "sorted": (rows(12), "--eval-rows 4", "look: test data are sorted by level: the first --eval-rows lack 2 of its"),
@@ -210,7 +215,7 @@ CASES = {  # what is changed in the folder, flags, words that must be said
 }
 
 
-ASKED = "changed", "alike", "empty", "cut off", "part"  # what only the model's answers show
+ASKED = "changed", "alike", "empty", "cut off", "part", "never"  # what only the model's answers show
 
 
 @pytest.mark.parametrize("name", CASES)
