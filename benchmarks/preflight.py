@@ -249,6 +249,7 @@ def rewards(run, args, script, reward, tokenizer, rows, test_rows):
             *less, best = scores[:4]
             if known and scores[-1] > max(less):
                 break
+        each = [result["parts"] or {"score": result["score"]} for result in results]
         found = {name: result["parts"] or result["score"] for name, result in zip(texts, results)}
         print(f"ok    reward of answers to the first {kind} row: {found}, {time.perf_counter() - started:.2f} s")
         run.reached = {x: [result["parts"][x] for result in results] for x in results[0]["parts"]}
@@ -256,7 +257,7 @@ def rewards(run, args, script, reward, tokenizer, rows, test_rows):
         best = max(best, scores[-1])
         unsure = known and best <= max(less)
         look(unsure, "the reward cannot tell right (the reference answer) from wrong, or it pays length")
-        paid = known and others and not unsure and scores[4] >= best
+        paid = known and others and not unsure and any(each[4][x] >= each[-1][x] > each[0][x] for x in each[0])
         look(paid, "many answers in one are paid as much as the right one")
         some = random.Random(1).choices(rows if kind == "train" else test_rows, k=500)
         some = {str(x["answers"]) if others else x["prompts"]: x for x in some}
@@ -279,25 +280,18 @@ def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, 
     if look(no_model or shell.num_parameters() > 3e9, "no weights are loaded, so the model is not asked"):
         return
     ours = script.load_model(model, AutoModelForCausalLM, args.lora_rank, task_type="CAUSAL_LM")
-    responses, results, flat = [], [], ["score"]  # flat: what is the same in all so far, be it the score or a part
-    rows = random.Random(1).choices(rows, k=32)  # neighbours in the file may have the same answer
-    while flat and len(results) < 32:  # a model that is right once in five times may fail eight times
-        some = rows[len(results) :][:8]
-        uniforms = torch.rand(8, args.max_response_length, dtype=torch.float64)
-        prompts = [row["input_ids"] for row in some]
-        responses += script.generate(ours, prompts, uniforms, eos_ids, args.temperature)
-        results += script.compute_scores(function, tokenizer, some, responses[-8:])
-        here = [{"score": result["score"]} | result["parts"] for result in results]
-        flat = [name for name in here[0] if len({x[name] for x in here}) < 2]
-    some, count = rows[: len(here)], len(here)
+    some = random.Random(1).choices(rows, k=32)  # neighbours in the file may have the same answer
+    uniforms = torch.rand(32, args.max_response_length, dtype=torch.float64)
+    responses = script.generate(ours, [row["input_ids"] for row in some], uniforms, eos_ids, args.temperature)
+    results = script.compute_scores(function, tokenizer, some, responses)
     swapped = script.compute_scores(function, tokenizer, some[1:] + some[:1], responses)
-    for name in here[0]:
-        values, there = [x[name] for x in here], [(x | x["parts"])[name] for x in swapped]
-        said = f"mean {sum(values) / count:.4g}, as answers to other prompts {sum(there) / count:.4g}"
-        print(f"ok    {name} of {count} answers of the model: {min(values):.4g} to {max(values):.4g}, {said}")
-        tried = reached.get(name, values)  # with answers of our own; where these are all alike, too, nothing moves it
-        same = f"{name} is {values[0]:.4g} in all of {count}, and at most {max(tried):.4g} in answers that we made up"
-        look(name in flat and name in reached and (max(tried) > values[0] or len({*tried}) < 2), same)
+    for name in "score", *results[0]["parts"]:
+        here, there = [[(x | x["parts"])[name] for x in each] for each in (results, swapped)]
+        said = f"mean {sum(here) / 32:.4g}, as answers to other prompts {sum(there) / 32:.4g}"
+        print(f"ok    {name} of 32 answers of the model: {min(here):.4g} to {max(here):.4g}, {said}")
+        tried = reached.get(name, here)  # with answers of our own; where these are all alike, too, nothing moves it
+        same = f"{name} is {here[0]:.4g} in all of 32, and at most {max(tried):.4g} in answers that we made up"
+        look(name in reached and len({*here}) < 2 and (max(tried) > here[0] or len({*tried}) < 2), same)
     scores = [result["score"] for result in results]
     cut = sum(result["truncated"] for result in results)
     print(f"ok    {cut} of {len(results)} have no EOS within {args.max_response_length} tokens")

@@ -154,15 +154,19 @@ def test_a_hole_in_a_checkpoint_is_seen(run_of_two, tmp_path, toy_run):
 # --------------------------------------------------------------------------------------------- memory and precision
 
 
-def test_shards_compute_in_bfloat16_and_add_up_in_float32(algo, toy_run, monkeypatch):
-    """But for the critic's head, which stays in float32."""
-    policies, real = {}, algo.fully_shard
+def test_shards_compute_in_bfloat16_add_up_in_float32_and_may_stay_on_the_host(algo, toy_run, monkeypatch):
+    """But for the critic's head, which stays in float32. (On a CPU, nothing shows --offload but the option.)"""
+    given, real = {}, algo.fully_shard
 
     def fully_shard(unit, **options):
-        policies[type(unit).__name__] = options.get("mp_policy")
+        given[type(unit).__name__] = options
         return real(unit, **options)
 
     monkeypatch.setattr(algo, "fully_shard", fully_shard)
     toy_run(dtype="bfloat16", total_iterations=0)
+    assert not any("offload_policy" in options for options in given.values())
+    policies = {name: options.get("mp_policy") for name, options in given.items()}
     assert policies.pop("Linear") is None and policies.keys() == {"LlamaDecoderLayer", "Policy", "Critic"}
     assert {(p.param_dtype, p.reduce_dtype) for p in policies.values()} == {(torch.bfloat16, torch.float32)}
+    toy_run(offload=True, total_iterations=0)
+    assert all("offload_policy" in options for options in given.values())
