@@ -300,7 +300,7 @@ def own_answers(args, script, model, shell, tokenizer, eos_ids, rows, function, 
     look(len({*scores}) < 2, "all of them score alike: where the answers to a prompt do, nothing is learned")
     (nothing,) = script.compute_scores(function, tokenizer, some[:1], [script.Response([], [], False)])
     look(nothing["score"] >= max(scores) > min(scores), "an empty answer scores as much as the best of these")
-    tokens, mask, sampled, _ = script.to_batch(some, responses, "cpu")
+    tokens, mask, sampled, _ = script.to_batch(some[:8], responses[:8], "cpu")
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         passed, expected = [script.Policy(x, args.temperature)(tokens, mask) for x in (ours.train(), plain)]  # (3,B,L)
