@@ -332,12 +332,13 @@ def test_wandb_gets_a_run_and_its_metrics(toy_run, spy, monkeypatch, tmp_path):
     wandb = pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
-    started, logs = spy(wandb, "init"), spy(wandb.Run, "log")
+    started = spy(wandb, "init")
+    logged = spy(wandb.Run, "log", lambda run, values, step=None: (step, values))
     run_dir, metrics = toy_run(track="wandb")
     ((_, run),) = started
     assert run.project == "ppo_llm" and run.name == run_dir.name and run.config["lr"] == 1e-3
-    logged = [values for (_, values), _ in logs][-2:]  # before these, the flags as text
-    assert logged == [{k: x for k, x in m.items() if k != "step"} for m in metrics[1:]]
+    # The flags as text come first.
+    assert logged[1:] == [(m["step"], {k: x for k, x in m.items() if k != "step"}) for m in metrics]
     assert [*tmp_path.glob("wandb/offline-run-*/*.wandb")]
 
 
